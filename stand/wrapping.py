@@ -98,6 +98,15 @@ def checked_drafter(drafter: object) -> Drafter:
     return drafter
 
 
+def refuse_needy(drafter: Drafter, library: str) -> None:
+    """Raise ValueError for a drafter of a model whose hidden states `library` keeps to itself."""
+    if drafter.requires_features or drafter.rider is not None:
+        raise ValueError(
+            f"drafters of a model of {library} must do without its hidden states, got {type(drafter).__name__}; leave "
+            "drafter= out"
+        )
+
+
 def _warn_of_idle_learning(drafter: Drafter) -> None:
     """A class with a `learn` of its own that is never called was hardly meant."""
     idle = [name for name in ("learn", "learn_prompt") if getattr(type(drafter), name) is not getattr(Drafter, name)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -53,7 +53,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def _refuse_other_masks(model: PreTrainedModel) -> None:
-    with _failures_refused(model, "run a plain forward over a short text"):
+    with failures_refused(type(model).__name__, "run a plain forward over a short text"):
         disagreement = window_disagreement(model)
     if disagreement is not None:
         raise UnsupportedModelError(
@@ -64,7 +64,7 @@ def _refuse_other_masks(model: PreTrainedModel) -> None:
 
 
 def _compare_forwards(model: PreTrainedModel) -> None:
-    with _failures_refused(model, "run one packed forward with tree attention"):
+    with failures_refused(type(model).__name__, "run one packed forward with tree attention"):
         difference = tree_difference(model)
     tolerance = LOGIT_TOLERANCES.get(model.dtype)
     if tolerance is None:
@@ -85,7 +85,7 @@ def _compare_forwards(model: PreTrainedModel) -> None:
         )
     if recurrent_layers(model):
         _compare_states(model, tolerance)
-    with _failures_refused(model, "run a forward whose last position is its farthest"):
+    with failures_refused(type(model).__name__, "run a forward whose last position is its farthest"):
         difference = far_position_difference(model)
     if not difference <= tolerance:
         raise UnsupportedModelError(
@@ -96,24 +96,23 @@ def _compare_forwards(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _failures_refused(model: PreTrainedModel, rule: str) -> Iterator[None]:
-    """Within it, whatever a model's own code raises is a refusal: what it must do, and what came instead. A lack of
-    memory says nothing of the model."""
+def failures_refused(name: str, rule: str, *, of_error: Callable[[Exception], object] = str) -> Iterator[None]:
+    """Within it, whatever a model's own code raises is a refusal: what the class `name` must do, and what came instead.
+    A lack of memory says nothing of the model. of_error: what is told of an error."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UnsupportedModelError):
         raise
     except OwnMaskError as error:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {error}") from error
+        raise UnsupportedModelError(f"{name} cannot be served: {error}") from error
     except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} must {rule}, got {type(error).__name__}: {error}; "
-            "this model class cannot be served"
+            f"{name} must {rule}, got {type(error).__name__}: {of_error(error)}; this model class cannot be served"
         ) from error
 
 
 def _compare_states(model: PreTrainedModel, tolerance: float) -> None:
-    with _failures_refused(model, "run steps over its cache, and a tree over states that it kept"):
+    with failures_refused(type(model).__name__, "run steps over its cache, and a tree over states that it kept"):
         own_steps = own_steps_difference(model) if model.dtype is torch.float32 else 0.0
         kept = kept_difference(model)
     if not own_steps <= STEP_TOLERANCE:

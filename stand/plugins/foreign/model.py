@@ -48,8 +48,11 @@ class ForeignModel(PreTrainedModel, GenerationMixin):
         """How steps run, for files of what they cost."""
 
     @abstractmethod
-    def new_cache(self, num_rows: int = 1) -> RunningCache:
-        """An empty one for so many rows."""
+    def new_cache(self, num_rows: int = 1, room: int = 1) -> RunningCache:
+        """An empty one for so many rows, with room for so many tokens of each; a longer row gets what it needs."""
+
+    def refuse_unready(self) -> None:
+        """Raise UnsupportedModelError for what may have come over the library's model since it was wrapped."""
 
     def seen_weights(self) -> bytes:
         """A few numbers of weights that may change, which tell keys of others from these."""

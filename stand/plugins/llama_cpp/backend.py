@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import llama_cpp
 
-from stand.plugins.llama_cpp.model import PAGE_SIZE, LlamaCppModel
-from stand.plugins.llama_cpp.sequences import SequenceCache
-from stand.step import EagerStep, StepStart
+from stand.plugins.foreign.backend import ForeignBackend
+from stand.plugins.llama_cpp.model import PAGE_SIZE
 
 MOST_ROWS = 64  # with as many prompts and 128 further branches they are 256 sequences, all that llama.cpp has
 MOST_DRAFTED = 128
 
 
-class LlamaCppBackend:
+class LlamaCppBackend(ForeignBackend):
     """Rows share the cells of one context; memory is counted in pages of these, and prompts are shared."""
 
     name = "llama.cpp"
     most_rows = MOST_ROWS
     most_drafted = MOST_DRAFTED
-    held_bytes = 0
     page_size = PAGE_SIZE
-    has_pool = False
-    step_sizes = ()
-    fusion = None
-
-    def __init__(self, model: LlamaCppModel):
-        self.reason = model.way
-        self._model = model
-
-    def __str__(self) -> str:
-        return self.reason
 
     @property
     def computes_elsewhere(self) -> bool:
@@ -44,13 +30,3 @@ class LlamaCppBackend:
         context = self._model.context
         filled = sum(cache.num_slots for cache in list(context.caches))
         return max(context.num_slots - filled, 0)
-
-    def key_maker(self) -> Callable[[int], SequenceCache]:
-        return lambda room: self._model.new_cache()
-
-    def new_kept_keys(self) -> SequenceCache:
-        return self._model.new_cache()
-
-    def new_step(self, start: StepStart) -> EagerStep:
-        cache = self._model.new_cache()
-        return EagerStep(self._model, cache, start.law, start.verifier, num_top=start.num_top)

@@ -14,7 +14,7 @@ from stand.plugins.llama_cpp.model import LlamaCppModel
 from stand.plugins.llama_cpp.self_check import check_forwards, refuse_by_kind
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
-from stand.wrapping import attach, checked_drafter, checked_rule
+from stand.wrapping import attach, checked_drafter, checked_rule, refuse_needy
 
 
 def wrap(
@@ -44,11 +44,7 @@ def wrap(
     num_slots = llm.n_ctx() if num_slots is None else whole_number("num_slots", num_slots, "16384 is usual")
     if num_slots < 2 * DRAFT_ROOM:
         raise ValueError(f"num_slots must be at least {2 * DRAFT_ROOM}, got {num_slots}; 16384 is usual")
-    if drafter.requires_features or drafter.rider is not None:
-        raise ValueError(
-            f"drafters of a model of llama.cpp must do without its hidden states, got {type(drafter).__name__}; leave "
-            "drafter= out"
-        )
+    refuse_needy(drafter, "llama.cpp")
     model = LlamaCppModel(llm, num_slots)
     check_forwards(model)
     attach(drafter, model, tokenizer, rule)

@@ -48,8 +48,8 @@ class LlamaCppModel(ForeignModel):
         layers = min(self.llm.model_params.n_gpu_layers, self.config.num_hidden_layers + 1)
         return f"llama.cpp {version} {threads} {layers} layers offloaded"
 
-    def new_cache(self, num_rows: int = 1) -> SequenceCache:
-        """For any number of rows."""
+    def new_cache(self, num_rows: int = 1, room: int = 1) -> SequenceCache:
+        """For any number of rows, as long as cells are free."""
         token_bytes = key_shape(self).token_bytes
         return SequenceCache(self.context, token_bytes=token_bytes, has_windows=self._has_windows)
 

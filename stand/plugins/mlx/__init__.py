@@ -4,7 +4,8 @@
 >>> engine = stand.plugins.mlx.wrap(model, tokenizer)
 
 Every token of a step is one text of a batch with a place of its own. So a tree's nodes get the positions of their
-depths from the model itself, and only attention is asked for elsewhere: over rooms of keys, with a mask of paths.
+depths from the model itself. Attention is asked for elsewhere, over rooms of keys with a mask of paths, and layers
+with a state get what lies on a token's path.
 """
 
 from stand.extra import missing_package

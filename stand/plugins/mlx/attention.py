@@ -27,6 +27,7 @@ class PackedStep:
         self.rows = mx.array(plan.cache_rows.numpy().astype(np.int32))  # [M], like `slots`
         self.slots = mx.array(plan.cache_slots.numpy().astype(np.int32))
         self._visible: dict[int | None, mx.array] = {}
+        self._paths_back: dict[int, mx.array] = {}
         self._is_uniform = plan.num_tokens == plan.num_rows * plan.longest
 
     @cached_property
@@ -40,6 +41,37 @@ class PackedStep:
     def _places(self) -> mx.array:
         """[M]: the padded place of every packed token."""
         return mx.array(self.plan.row_places.numpy().astype(np.int32))
+
+    @cached_property
+    def chain(self) -> mx.array:
+        """[1, M]: a prompt's tokens."""
+        return mx.arange(self.plan.num_tokens)[None]
+
+    @cached_property
+    def levels(self) -> list[tuple[mx.array, mx.array | None]]:
+        """By depth the packed tokens [n, 1] and, below the roots, where their predecessors [n] are among those of the
+        depth above."""
+        plan, levels = self.plan, []
+        predecessors = plan.paths_back(2)[:, 0].numpy() - plan.num_rows
+        places = np.zeros(plan.num_tokens, dtype=np.int64)  # of a token among those of its depth
+        for depth in range(int(plan.depths.max()) + 1):
+            tokens = np.flatnonzero(plan.depths == depth)
+            above = mx.array(places[predecessors[tokens]]) if depth > 0 else None
+            levels.append((mx.array(tokens[:, None]), above))
+            places[tokens] = np.arange(len(tokens))
+        return levels
+
+    @cached_property
+    def from_levels(self) -> mx.array:
+        """[M]: where the packed tokens are among those of all levels, one level after the other."""
+        by_depth = np.argsort(self.plan.depths, kind="stable")
+        return mx.array(np.argsort(by_depth))
+
+    def paths_back(self, count: int) -> mx.array:
+        """As the plan's."""
+        if count not in self._paths_back:
+            self._paths_back[count] = mx.array(self.plan.paths_back(count).numpy())
+        return self._paths_back[count]
 
     def pad(self, packed: mx.array) -> mx.array:
         """[M, H, 1, D] -> [A, H, T, D]."""
@@ -128,10 +160,15 @@ def attend(
 
 def send_attention(model: nn.Module) -> None:
     """From now on the modules of the model send attention to `SeenKeys` where they get them; else all is as before."""
+    send_calls(model, NAME, base.scaled_dot_product_attention, _sending)
+
+
+def send_calls(model: nn.Module, name: str, function: Callable, sending: Callable[[Callable], Callable]) -> None:
+    """Where the code of the model's modules calls `function` by `name`, it calls `sending(function)` from now on."""
     for module in model.modules():
         names = getattr(type(module).__call__, "__globals__", {})
-        if names.get(NAME) is base.scaled_dot_product_attention:
-            names[NAME] = _sending(base.scaled_dot_product_attention)
+        if names.get(name) is function:
+            names[name] = sending(function)
 
 
 def _sending(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:

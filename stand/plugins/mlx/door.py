@@ -14,7 +14,7 @@ from stand.plugins.mlx.backend import MlxBackend
 from stand.plugins.mlx.self_check import checked_model
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
-from stand.wrapping import attach, checked_drafter, checked_rule
+from stand.wrapping import attach, checked_drafter, checked_rule, refuse_needy
 
 
 def wrap(
@@ -35,11 +35,7 @@ def wrap(
     """
     rule = checked_rule(verifier)
     drafter = checked_drafter(drafter)
-    if drafter.requires_features or drafter.rider is not None:
-        raise ValueError(
-            f"drafters of a model of MLX must do without its hidden states, got {type(drafter).__name__}; leave "
-            "drafter= out"
-        )
+    refuse_needy(drafter, "MLX")
     end_ids = _end_ids(tokenizer)
     if isinstance(tokenizer, TokenizerWrapper):
         _warn_of_template(tokenizer)

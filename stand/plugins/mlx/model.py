@@ -72,8 +72,7 @@ class MlxModel(ForeignModel):
         recommended = mx.device_info().get("max_recommended_working_set_size", math.inf)
         return max(recommended - mx.get_active_memory(), 0.0)
 
-    def refuse_training(self) -> None:
-        """Raise UnsupportedModelError where the training mode leaves numbers out at random."""
+    def refuse_unready(self) -> None:
         if any(
             isinstance(module, nn.Dropout) and module.training and module._p_1 < 1 for module in self.inner.modules()
         ):

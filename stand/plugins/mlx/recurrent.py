@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.models import gated_delta, ssm
 
 from stand.forward.packed_plan import StepPlan
-from stand.plugins.mlx.attention import PackedStep
+from stand.plugins.mlx.attention import PackedStep, send_calls
 
 RULES = {"gated_delta_update": gated_delta.gated_delta_update, "ssm_update": ssm.ssm_update}  # as models import them
 _ASKED = local()  # of this thread: whose inputs the next convolutions get, in the order in which a layer asked
@@ -31,7 +31,7 @@ class LayerStates:
     num_tails: int  # convolutions; a state follows them unless there is only one
     stored: list[mx.array | None]  # [R, N, C] inputs of each convolution at the N newest tokens, and [R, ...] the state
     inputs: dict[int, mx.array] = field(default_factory=dict)  # [A * N + M, C] by convolution: tails, then tokens
-    advance: Callable[[np.ndarray, np.ndarray], mx.array] | None = None  # states behind tokens [n, P] of n rows
+    advance: Callable[[mx.array, mx.array], mx.array] | None = None  # states behind tokens [n, P] of rows [n]
 
 
 class RoomStates:
@@ -84,20 +84,29 @@ class RoomStates:
     def keep(self, plan: StepPlan, ends: Sequence[int]) -> None:
         """Of the forward over drafts `plan`, which are those of the first rows, the path to token ends[a], row-local,
         of each row a stays."""
-        rows = np.arange(plan.num_rows)
         packed = plan.packed_places(ends)
-        depths = plan.depths[packed] + 1
-        groups = [np.flatnonzero(depths == count) for count in np.unique(depths)]
+        groups = _paths_of_a_length(plan, packed)
+        known: dict[int, mx.array] = {}  # layers are mostly alike
         for layer in self.layers.values():
             for place, inputs in layer.inputs.items():
-                newest = plan.paths_back(layer.stored[place].shape[1] + 1)[packed, 1:]
-                layer.stored[place][mx.array(rows)] = inputs[mx.array(newest.numpy())]
+                count = layer.stored[place].shape[1] + 1
+                if count not in known:
+                    known[count] = mx.array(plan.paths_back(count)[packed, 1:].numpy())
+                layer.stored[place][: plan.num_rows] = inputs[known[count]]
             if layer.advance is not None:
-                for group in groups:
-                    path = plan.paths_back(int(depths[group[0]]))[packed[group]].numpy()
-                    tokens = path - (path.shape[1] - 1) * plan.num_rows
-                    layer.stored[-1][mx.array(rows[group])] = layer.advance(rows[group], tokens)
+                for rows, tokens in groups:
+                    layer.stored[-1][rows] = layer.advance(rows, tokens)
             layer.inputs, layer.advance = {}, None
+
+
+def _paths_of_a_length(plan: StepPlan, ends: np.ndarray) -> list[tuple[mx.array, mx.array]]:
+    """(rows [n], their packed tokens [n, P] from the root to ends[row]), rows whose paths are as long together."""
+    lengths, groups = plan.depths[ends] + 1, []
+    for count in np.unique(lengths).tolist():
+        (rows,) = np.nonzero(lengths == count)
+        paths = plan.paths_back(count)[ends[rows]].numpy() - (count - 1) * plan.num_rows
+        groups.append((mx.array(rows), mx.array(paths)))
+    return groups
 
 
 class RecurrentLayer:
@@ -136,7 +145,7 @@ class RecurrentLayer:
         if layer.stored[place] is None:
             self._states.put(layer, place, rows, mx.zeros((plan.num_rows, count - 1, inputs.shape[1]), inputs.dtype))
         known = mx.concatenate([layer.stored[place][rows].flatten(0, 1), inputs])
-        on_paths = known[mx.array(plan.paths_back(count).numpy())]
+        on_paths = known[self._step.paths_back(count)]
         if plan.is_prompt:
             layer.stored[place][rows] = on_paths[-1:, 1:]
         else:
@@ -146,33 +155,25 @@ class RecurrentLayer:
     def follow(self, rule: Callable[..., tuple[mx.array, mx.array]]) -> mx.array:
         """[M, 1, ...] of all tokens. rule: output [n, T, ...] and state [n, ...] of packed tokens [n, T] that begin in
         states [n, ...] or, for None, in those of no token."""
-        plan, layer = self._step.plan, self._layer
+        step, plan, layer = self._step, self._step.plan, self._layer
         if plan.is_prompt:
             rows = slice(plan.first_row, plan.first_row + 1)
             begun = None if layer.stored[-1] is None else layer.stored[-1][rows]
-            output, state = rule(np.arange(plan.num_tokens)[None], begun)
+            output, state = rule(step.chain, begun)
             self._states.put(layer, len(layer.stored) - 1, rows, state)
             return output.swapaxes(0, 1)
-        rows = np.arange(plan.num_rows)
         if layer.stored[-1] is None:
-            state = rule(plan.offsets[:-1, None], None)[1]
+            state = rule(step.levels[0][0], None)[1]
             self._states.put(layer, len(layer.stored) - 1, slice(plan.num_rows), mx.zeros_like(state))
         stored = layer.stored[-1]
-        layer.advance = lambda of_rows, tokens: rule(tokens, stored[mx.array(of_rows)])[1]
-        predecessors = plan.paths_back(2)[:, 0].numpy() - plan.num_rows
-        places = np.zeros(plan.num_tokens, dtype=np.int64)  # of a token among those of its depth
-        order, outputs, state = [], [], stored[mx.array(rows)]
-        for depth in range(int(plan.depths.max()) + 1):
-            tokens = np.flatnonzero(plan.depths == depth)
-            if depth > 0:
-                state = state[mx.array(places[predecessors[tokens]])]
-            output, state = rule(tokens[:, None], state)
-            places[tokens] = np.arange(len(tokens))
-            order.append(tokens)
+        layer.advance = lambda rows, tokens: rule(tokens, stored[rows])[1]
+        outputs, state = [], stored[: plan.num_rows]
+        for tokens, above in step.levels:
+            output, state = rule(tokens, state if above is None else state[above])
             outputs.append(output)
         if len(outputs) == 1:  # no drafts: the states are those behind what is kept
-            layer.advance = lambda of_rows, tokens: state[mx.array(of_rows)]
-        return mx.concatenate(outputs)[mx.array(np.argsort(np.concatenate(order)))]
+            layer.advance = lambda rows, tokens: state[rows]
+        return mx.concatenate(outputs)[step.from_levels]
 
 
 class SeenState:
@@ -198,10 +199,8 @@ def send_states(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Conv1d:
             module.__class__ = SendingConv1d
-        names = getattr(type(module).__call__, "__globals__", {})
-        for name, rule in RULES.items():
-            if names.get(name) is rule:
-                names[name] = _sending(rule)
+    for name, rule in RULES.items():
+        send_calls(model, name, rule, _sending)
 
 
 def forget_asked() -> None:
@@ -220,14 +219,12 @@ def _sending(rule: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., tu
         if seen is None:
             return rule(*given, **named)
 
-        def of(tokens: np.ndarray, state: mx.array | None) -> tuple[mx.array, mx.array]:
-            places = mx.array(tokens)
-
+        def of(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
             def chosen(one: object) -> object:
                 if one is seen:
                     return state
                 is_of_tokens = isinstance(one, mx.array) and one.ndim > 2
-                return one[:, 0][places] if is_of_tokens else one
+                return one[:, 0][tokens] if is_of_tokens else one
 
             return rule(*map(chosen, given), **{name: chosen(one) for name, one in named.items()})
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import torch
 from mlx_lm.models.cache import make_prompt_cache
 
-from stand.forward.cache.tree_cache import CacheMemoryError
-from stand.forward.self_check import UnsupportedModelError
+from stand.forward.self_check import UnsupportedModelError, failures_refused
 from stand.plugins.foreign.tree_check import check_trees
 from stand.plugins.mlx.model import MlxModel
 
@@ -28,9 +24,10 @@ def checked_model(inner: object, end_ids: list[int]) -> MlxModel:
             "a transformers model to stand.wrap"
         )
     _refuse_split(inner)
-    with _failures_refused(inner):
+    name, rule = f"{type(inner).__module__}.{type(inner).__name__}", "run packed tokens over a cache of this engine"
+    with failures_refused(name, rule, of_error=_first_line):
         model = MlxModel(inner, end_ids)
-        model.refuse_training()
+        model.refuse_unready()
         tolerance = TOLERANCES.get(model.dtype, TOLERANCE)
         check_trees(model, lambda *text: text_logits(inner, *text), tolerance=tolerance, runner="mlx-lm")
     return model
@@ -53,16 +50,6 @@ def text_logits(inner: nn.Module, tokens: np.ndarray, count: int) -> torch.Tenso
     return torch.from_numpy(np.array(logits[0, -count:].astype(mx.float32)))
 
 
-@contextmanager
-def _failures_refused(inner: nn.Module) -> Iterator[None]:
-    """Within it, whatever a model's own code raises is a refusal. A lack of memory says nothing of the model."""
-    try:
-        yield
-    except (UnsupportedModelError, CacheMemoryError):
-        raise
-    except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
-        what = str(error).partition("\n")[0]  # MLX lists all types that a function takes
-        raise UnsupportedModelError(
-            f"{type(inner).__module__}.{type(inner).__name__} must run packed tokens over a cache of this engine, got "
-            f"{type(error).__name__}: {what}; this model class cannot be served"
-        ) from error
+def _first_line(error: Exception) -> str:
+    """MLX lists all types that a function takes."""
+    return str(error).partition("\n")[0]

@@ -17,10 +17,11 @@ from stand.forward.cache import mapped_memory
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
-from stand.forward.devices import input_device, is_offloaded
+from stand.forward.devices import input_device, is_offloaded, tensor_group
 from stand.forward.latent_keys import expanding_layer
 from stand.forward.model import is_mixture, moving_ropes
 from stand.forward.model_state import foreign_hook
+from stand.forward.ranks import ALONE, Ranks, ranks_of
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.rider import Rider
 from stand.forward.tree_attention import exclusive
@@ -53,6 +54,7 @@ class Backend(Protocol):
     has_pool: bool  # whether a call's pages are one block of memory, taken when it begins
     step_sizes: tuple[int, ...]  # tokens to which steps are padded, ascending; none where they are not
     fusion: Fusion | None  # proven fused forwards of the model's modules
+    ranks: Ranks  # processes that compute its steps together
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         """For one call: makes a cache of one row with so much room, for what rows begin with."""
@@ -80,11 +82,12 @@ class EagerBackend:
         self.reason = reason
         self.fusion = fusion
         self.page_size = _page_size(model)
+        self.ranks = ranks_of(model)
         self._model = model
 
     @property
     def computes_elsewhere(self) -> bool:
-        return input_device(self._model).type != "cpu"
+        return input_device(self._model).type != "cpu" or self.ranks is not ALONE
 
     @property
     def most_rows(self) -> int | None:
@@ -133,6 +136,7 @@ class CapturedBackend:
     """
 
     num_slots = most_drafted = None
+    ranks = ALONE
 
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
@@ -314,6 +318,8 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider 
         return f"rule {verifier.name!r} offers no device rule of its own"
     if is_offloaded(model):
         return "some of the model's weights are offloaded"
+    if tensor_group(model) is not None:
+        return "processes share the model's weights"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return f"the model lies on {len(devices)} devices"
@@ -343,7 +349,7 @@ def _ended_in(error: Exception) -> str:
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
     """With proven fused forwards on a CPU; without them where that fails."""
-    if not fuse or input_device(model).type != "cpu":
+    if not fuse or input_device(model).type != "cpu" or tensor_group(model) is not None:
         return EagerBackend(model, reason)
     try:
         return EagerBackend(model, reason, fusion=fuse_on_cpu(model))

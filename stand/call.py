@@ -13,6 +13,7 @@ from stand.backend import Backend
 from stand.drafters.check import check_batch
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.forward.model import text_config
+from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
@@ -27,6 +28,7 @@ from stand.step import Step, StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, Verifier, VerifierNoise
 
+End = tuple[int, str | None]  # tokens that a row gains, and why it ends with them, if it does
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invariants
 
 
@@ -57,7 +59,7 @@ class Call:
         on_commit: told of every row's new tokens as they are kept. kept: prompts of earlier calls."""
         self.seed = seed
         self.stats = Stats()
-        self.scheduler = Scheduler(iter(jobs), admission)
+        self.scheduler = Scheduler(_same_on_all(backend.ranks, jobs), admission)
         self._model = model
         self._vocabulary_size = text_config(model).vocab_size
         self._backend = backend
@@ -230,15 +232,14 @@ class Call:
         work_on("forward")
         self._step.forward(batch, live, self._noise(live))
         work_on("verify")
-        verdicts = self._step.verify()
-        work_on("commit")
+        verdicts, gained, ends = self._backend.ranks.agreed(partial(self._judge, live, batch))
         if self._drafter is not None:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         if self._rider is not None:
             work_on("draft")
             self._step.ride(verdicts.accepted)
             work_on("commit")
-        self._commit(live, batch, verdicts)
+        self._commit(live, batch, verdicts, gained, ends)
         self._is_settled = self._is_settled and self.scheduler.is_held()
         work_on(None)
         if self._is_learning or self._wants_features:
@@ -262,7 +263,7 @@ class Call:
             prompt_words=live.prompt_words,
             most_rows=self._most_rows,
         )
-        batch = self._drafter.draft(request)
+        batch = self._backend.ranks.agreed(partial(self._drafter.draft, request))
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)
         if DEBUG:
             batch.check()
@@ -278,17 +279,32 @@ class Call:
             prompt_words=live.prompt_words,
         )
 
-    def _commit(self, live: LiveRows, batch: DraftBatch, verdicts: Verdicts) -> None:
-        """Append what was kept to every row, up to its end, and move its keys together."""
-        num_kept: list[int] = []  # by row: nodes that are emitted
-        elapsed = self.stats.elapsed
-        for row, tokens, size in zip(live.rows, verdicts.gained(batch), batch.sizes.tolist(), strict=True):
+    def _judge(self, live: LiveRows, batch: DraftBatch) -> tuple[Verdicts, list[list[int]], list[End]]:
+        """What stays of the drafts, the tokens that rows would gain with it, and where that ends them."""
+        verdicts = self._step.verify()
+        self.stats.work_on("commit")
+        gained, elapsed, ends = verdicts.gained(batch), self.stats.elapsed, []
+        for row, tokens in zip(live.rows, gained, strict=True):
             if not 0 <= tokens[-1] < self._vocabulary_size:  # of a rule of the user's
                 raise ValueError(
                     f"rule {self._verifier.name!r} must answer next tokens in [0, {self._vocabulary_size}), got "
                     f"{tokens[-1]}; draw them from the target's rows"
                 )
-            emitted, row.finish_reason = self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed)
+            ends.append(self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed))
+        return verdicts, gained, ends
+
+    def _commit(
+        self,
+        live: LiveRows,
+        batch: DraftBatch,
+        verdicts: Verdicts,
+        gained: Sequence[list[int]],
+        ends: Sequence[End],
+    ) -> None:
+        """Append what was kept to every row, up to its end, and move its keys together."""
+        num_kept: list[int] = []  # by row: nodes that are emitted
+        for row, tokens, size, end in zip(live.rows, gained, batch.sizes.tolist(), ends, strict=True):
+            emitted, row.finish_reason = end
             row.extend(tokens[:emitted])
             row.num_drafted += size - 1
             num_kept.append(min(emitted, len(tokens) - 1))
@@ -316,3 +332,11 @@ class Call:
         if self._is_learning:
             self._drafter.learn(lesson)
         self.stats.work_on(interrupted)
+
+
+def _same_on_all(ranks: Ranks, jobs: Iterable[Job]) -> Iterator[Job]:
+    """The jobs, each once all ranks have read the same one."""
+    for job in jobs:
+        ranks.check_alike((job.rows, job.prompt.tobytes()), "prompts")
+        yield job
+    ranks.check_alike(None, "prompts")

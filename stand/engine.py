@@ -253,9 +253,9 @@ class Engine:
             length = max(min(length, context - depth), 1)
         sizes = {"num_rows": num_rows, "length": length}
         with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
-            is_elsewhere = self.backend.computes_elsewhere
             sizes |= {"most_tokens": most_tokens, "vocab_size": text_config(self.model).vocab_size}
-            return measure_cost(run_step, **sizes, warms=is_elsewhere, seconds=seconds, clock=clock_of(is_elsewhere))
+            clock = partial(self.backend.ranks.agreed, clock_of(is_elsewhere := self.backend.computes_elsewhere))
+            return measure_cost(run_step, **sizes, warms=is_elsewhere, seconds=seconds, clock=clock)
 
     def _new_call(
         self,
@@ -327,7 +327,7 @@ class Engine:
         """num_rows: the most that may be live, as far as is known."""
         refuse_unready(self.model)
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
-        seed = checked_seed(seed)
+        seed = self.backend.ranks.agreed(partial(checked_seed, seed))
         most_slots = self.drafter.most_slots if draft else lambda num_rows: 0
         beside = {"backend": self.backend, "most_slots": most_slots, "kept": self._kept}
         allowed = admission(self.model, max_rows, max_cache_bytes, **beside)

@@ -17,6 +17,7 @@ from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.engine import Engine
+from stand.forward.devices import tensor_group
 from stand.forward.model import text_config
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model
@@ -59,6 +60,8 @@ def wrap(
             f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
             "recurrent states, which its streams would have to go through; leave drafter= out"
         )
+    if tensor_group(model) is not None:
+        refuse_needy(drafter, "several processes")
     attach(drafter, model, tokenizer, rule)
     chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)

@@ -28,6 +28,7 @@ from stand.call import Call
 from stand.drafters.costs.step_cost import CostTable
 from stand.engine import Engine
 from stand.forward.cache.tree_cache import TreeCache
+from stand.forward.ranks import ALONE
 from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import DeviceVerdict, MatchRule, follow_drawn
@@ -141,6 +142,7 @@ class ReplayBackend:
     most_rows = num_slots = most_drafted = page_size = None
     held_bytes = 0
     has_pool = False
+    ranks = ALONE
     computes_elsewhere = True
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):

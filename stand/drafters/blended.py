@@ -22,7 +22,7 @@ from stand.drafters.drafter import (
 )
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
-from stand.forward.devices import input_device, off_one_device
+from stand.forward.devices import input_device, off_one_device, tensor_group
 from stand.forward.model import is_mixture, text_config
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
@@ -114,6 +114,11 @@ class BlendedDrafter(LookupDrafter):
         if self.lookup is None:
             self.lookup = BlendedLookup(fingerprint=fingerprint)
         settle_vocabulary(self.lookup, fingerprint)
+        if tensor_group(model) is not None and (self.share is not None or self.source is not None):
+            raise ValueError(
+                "source and share must be left out under tensor parallelism, where all processes draft and learn the "
+                f"same, got source={self.source!r}, share={self.share!r}; save the lookup and load it elsewhere"
+            )
         if self.share is not None:
             size = text_config(model).vocab_size
             self.exchange = exchange_of(self.share, self.lookup, vocabulary_size=size)
@@ -126,7 +131,8 @@ class BlendedDrafter(LookupDrafter):
 
     def _choose_costs(self, model: PreTrainedModel) -> None:
         """Where neither a budget nor costs are given; see the class."""
-        folder, device, is_mixed = measured_folder(), input_device(model).type, is_mixture(model)
+        device, is_mixed = input_device(model).type, is_mixture(model)
+        folder = measured_folder() if tensor_group(model) is None else None  # ranks would time steps apart
         costs = None if folder is None else saved_costs(model, folder)
         is_timed = folder is not None and costs is None and (device != "cuda" or is_mixed)
         known = KnownCosts(model, folder) if is_timed else None

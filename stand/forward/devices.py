@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import Conv1d, Module
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
 
 META = torch.device("meta")  # where offloaded weights lie between forwards
 
@@ -26,6 +30,8 @@ def input_device(model: Module) -> torch.device:
 
 def off_one_device(model: Module) -> str:
     """In words, how it lies where that is not on one device: else nothing."""
+    if (group := tensor_group(model)) is not None:
+        return f"in {group.size()} processes"
     places = {weight.device for weight in model.parameters()}
     return "offloaded" if META in places else f"on {len(places)} devices" if len(places) > 1 else ""
 
@@ -36,9 +42,24 @@ def is_offloaded(model: Module) -> bool:
 
 
 def is_split(model: Module) -> bool:
-    """Whether processes share its weights, so that all of them must run every forward (tensor parallelism, FSDP 2)."""
-    meshes = [getattr(weight, "device_mesh", None) for weight in model.parameters()]
+    """Whether processes share its weights otherwise than by tensor parallelism alone (FSDP 2, pipelines): all of them
+    must run every forward."""
+    if tensor_group(model) is not None:
+        return False
+    meshes = [getattr(part, "device_mesh", None) for part in model.parameters()] + [
+        getattr(model, "_device_mesh", None)
+    ]
     return (getattr(model, "_tp_size", None) or 1) > 1 or any(mesh is not None and mesh.size() > 1 for mesh in meshes)
+
+
+def tensor_group(model: Module) -> ProcessGroup | None:
+    """That of the processes between which transformers has split the model's tensors (`tp_plan`), where they are split
+    in no other way beside."""
+    mesh = getattr(model, "_device_mesh", None)
+    size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+    if mesh is None or not 1 < size == mesh.size():
+        return None
+    return mesh.get_group() if mesh.ndim == 1 else mesh["tp"].get_group()
 
 
 @contextmanager

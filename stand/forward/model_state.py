@@ -81,7 +81,8 @@ def _place(tensor: torch.Tensor) -> tuple:
     """Quantised weights are of classes whose tensors have no address: their parts have."""
     shape = tensor.dtype, tensor.shape, tensor.stride()
     if type(tensor) not in ORDINARY and is_traceable_wrapper_subclass(tensor):  # which takes longer than all else
-        return *shape, *(_place(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return *shape, *(_place(part) for part in parts if isinstance(part, torch.Tensor))  # ranks' have a mesh, too
     return tensor.data_ptr(), *shape
 
 

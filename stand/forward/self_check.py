@@ -182,9 +182,8 @@ def _refuse_compiled(model: PreTrainedModel) -> None:
 def _refuse_absent_weights(model: PreTrainedModel) -> None:
     if is_split(model):
         raise UnsupportedModelError(
-            f"a process must have all of the model's weights, got {type(model).__name__} split over several: each "
-            "would draw and draft for itself, and wait for forwards that the others do not make; load it with "
-            'device_map="auto", which lays layers on several devices of one process'
+            f"processes may share a model's weights by tensor parallelism alone, got {type(model).__name__} split over "
+            'several otherwise (FSDP, pipelines); load it with tp_plan="auto", or with device_map="auto" in one process'
         )
     if input_device(model).type == "meta":
         raise UnsupportedModelError(
@@ -265,7 +264,13 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 def tree_difference(model: PreTrainedModel) -> float:
     """`relative_difference` of one packed forward over a small tree to plain forwards over its paths."""
     prompt, batch = check_case(model)
-    return relative_difference(tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
+    logits, size = tree_logits(model, prompt, batch), text_config(model).vocab_size
+    if logits.shape[-1] != size:  # some are gathered twice from the ranks of transformers 5.16
+        raise UnsupportedModelError(
+            f"a model must score the {size} tokens of its vocabulary, got {logits.shape[-1]} logits of a token from "
+            f"{type(model).__name__}; set config.vocab_size, or load it in one process"
+        )
+    return relative_difference(logits, _plain_logits(model, prompt, batch.token_ids))
 
 
 @torch.inference_mode()

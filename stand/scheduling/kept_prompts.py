@@ -130,7 +130,7 @@ def _few_numbers(tensors: list[torch.Tensor]) -> bytes:
     """Four to seven along each dimension, of plain tensors. An optimiser changes nearly all numbers, and a fused one
     counts no change."""
     parts: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (getattr(tensor, "_local_tensor", tensor) for tensor in tensors):  # of ranks, this one's part
         if type(tensor) in ORDINARY and tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided:
             few = tensor[tuple(slice(None, None, max(size // 4, 1)) for size in tensor.shape)]
             parts.setdefault(few.device, []).append(few.contiguous().view(-1).view(torch.uint8))

@@ -68,7 +68,7 @@ def admission(
     limits = [limit for limit in (max_rows, backend.most_rows) if limit is not None]
     num_bytes = max_cache_bytes
     if max_cache_bytes is None and backend.num_slots is None and (max_rows is None or backend.has_pool):
-        num_bytes = most_bytes(model, backend.held_bytes)
+        num_bytes = backend.ranks.least(most_bytes(model, backend.held_bytes))
     if backend.num_slots is not None:
         room = backend.num_slots * token_bytes - (0 if kept is None else kept.num_free)
         if room < least:

@@ -4,6 +4,7 @@ Accelerate's own hooks place them. The devices are imitated (tests/oracles/place
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from stand.forward import model as model_module
 from stand.forward import self_check
 from stand.forward.cache import key_shape as key_shape_module
 from stand.forward.cache.key_shape import key_shape
-from stand.forward.devices import input_device, off_one_device
+from stand.forward.devices import input_device, is_split, off_one_device, tensor_group
 from stand.forward.model import size_name
 from stand.forward.packed_plan import StepPlan
 from stand.scheduling import free_memory, kept_prompts, prefilled, prompt_keys
@@ -208,26 +209,47 @@ def test_weights_that_were_never_loaded_are_refused():
 
 
 @pytest.fixture
-def two_processes():
-    """Of which this one is the first, and the other one does not exist."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def four_processes():
+    """Of which this one is the first, and the others do not exist."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     distributed.destroy_process_group()
 
 
-def test_weights_that_processes_share_are_refused(two_processes):
+def test_weights_that_processes_share_are_refused(four_processes):
     model = copy.deepcopy(tiny_model("llama"))
-    layer, mesh = model.model.layers[0].mlp.up_proj, init_device_mesh("cpu", (2,))
+    layer, mesh = model.model.layers[0].mlp.up_proj, init_device_mesh("cpu", (4,))
     layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(stand.UnsupportedModelError, match="all of the model's weights"):
+    with pytest.raises(stand.UnsupportedModelError, match="by tensor parallelism alone"):
         stand.wrap(model)
 
 
-def test_tensor_parallelism_is_refused():
+@pytest.mark.parametrize(
+    ("sizes", "names", "is_served"),
+    [
+        ((4,), None, True),  # as transformers 5.16 has it
+        ((1, 1, 4), ("pp", "fsdp", "tp"), True),
+        ((1, 2, 2), ("pp", "fsdp", "tp"), False),
+        ((4, 1, 1), ("pp", "fsdp", "tp"), False),
+    ],
+)
+def test_tensors_alone_may_be_split(four_processes, sizes, names, is_served):
+    model = copy.deepcopy(tiny_model("llama"))
+    assert tensor_group(model) is None and not is_split(model)
+    model._device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model.config.distributed_config = SimpleNamespace(tp_size=sizes[-1])
+    assert is_split(model) is not is_served
+    assert (tensor_group(model) is not None) is is_served
+    if is_served:
+        assert tensor_group(model).size() == 4 and off_one_device(model) == "in 4 processes"
+        assert size_name(model).endswith("-in-4-processes")
+
+
+def test_a_split_without_its_processes_is_refused():
     """transformers shares some weights as plain tensors, and notes how many processes there are."""
     model = copy.deepcopy(tiny_model("llama"))
     model._tp_size = 2
-    with pytest.raises(stand.UnsupportedModelError, match="all of the model's weights"):
+    with pytest.raises(stand.UnsupportedModelError, match="by tensor parallelism alone"):
         stand.wrap(model)
     model._tp_size = 1
     stand.wrap(model)

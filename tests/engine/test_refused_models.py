@@ -336,3 +336,12 @@ def test_compiled_models_are_refused_by_name(compiled):
     for use in (lambda: stand.wrap(model), lambda: engine.generate(input_ids=[[1, 2]], max_new_tokens=2)):
         with pytest.raises(stand.UnsupportedModelError, match="not compiled, got a compiled forward of"):
             use()
+
+
+def test_logits_beyond_the_vocabulary_are_refused():
+    """As transformers 5.16 gathers those of some tied embeddings twice under tensor parallelism."""
+    model = copy.deepcopy(tiny_model("llama"))
+    weight = model.lm_head.weight.detach()
+    model.lm_head.weight = torch.nn.Parameter(torch.cat([weight, weight]))
+    with pytest.raises(stand.UnsupportedModelError, match="must score the 61 tokens of its vocabulary, got 122"):
+        stand.wrap(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from stand.forward.ranks import ALONE
 from stand.plugins.foreign.model import ForeignModel, RunningCache
 from stand.step import EagerStep, StepStart
 
@@ -18,6 +19,7 @@ class ForeignBackend:
     has_pool = False
     step_sizes = ()
     fusion = None
+    ranks = ALONE
 
     def __init__(self, model: ForeignModel):
         self.reason = model.way

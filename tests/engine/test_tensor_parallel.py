@@ -1,0 +1,138 @@
+"""Two processes that share a model by tensor parallelism (gloo, on a CPU) decode as one does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks_at_work
+import torch
+from ranks_at_work import BUDGETS, GREEDY, PROMPTS, SAMPLED, engine_of, loaded
+from recurrent_models import RECURRENT, recurrent_model
+from tiny_models import CONFIGS, tiny_model
+from torch import distributed
+from transformers import AutoModelForCausalLM
+
+from stand.forward.ranks import ALONE
+
+if not distributed.is_available() or not distributed.is_gloo_available():
+    pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
+
+FAMILIES = ("llama", "gemma2", "phi3", "gpt_oss", "qwen3_moe", "qwen3_5", "bamba")
+SECONDS = 240
+EVEN_VOCABULARY = 64  # transformers 5.16 shares no others
+
+
+def saved_model(family: str, folder: Path) -> None:
+    config = copy.deepcopy((recurrent_model(family) if family in RECURRENT else tiny_model(family)).config)
+    config.vocab_size, config.max_position_embeddings = EVEN_VOCABULARY, 1024
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        saved_model(family, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict]:
+    """The answers of both ranks."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    searched = os.pathsep.join([str(Path(ranks_at_work.__file__).parent), *filter(None, sys.path)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, ranks_at_work.__file__, str(folder)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": searched},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return [json.loads((folder / f"answers-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_one_process(folder, ranks, family):
+    whole = loaded(folder / family)
+    greedy = engine_of(whole, 0).generate(PROMPTS, **GREEDY).token_ids
+    matched = engine_of(whole, 0, verifier="match").generate(PROMPTS, **SAMPLED, seed=3).token_ids
+    for answers in ranks:
+        assert answers["decoded"][family] == {"greedy": greedy, "matched": matched}
+
+
+@pytest.mark.parametrize("what", ["sampled", "seed", "rules", "ends", "in_memory", "most_live", "cost", "learned"])
+def test_all_ranks_do_what_the_first_decides(ranks, what):
+    first, second = (answers["decided"][what] for answers in ranks)
+    assert first == second
+
+
+def test_ranks_would_have_decided_otherwise(folder, ranks):
+    """Controls: without an agreement the second rank's draft, rule, end and rows would have been others."""
+    first, second = (answers["decided"] for answers in ranks)
+    assert first["tokens_per_step"] > 1 and sum(first["own_nodes"]) > sum(second["own_nodes"])
+    own = engine_of(loaded(folder / "llama"), 1, verifier="match").generate(PROMPTS, **SAMPLED, seed=1)
+    assert own.token_ids != second["rules"]
+    assert {len(tokens) for tokens in second["ends"]} == {7}
+    assert first["most_live"] < len(PROMPTS) * SAMPLED["num_return_sequences"]
+
+
+def test_steps_are_eager_and_not_fused(ranks):
+    for answers in ranks:
+        assert (answers["decided"]["backend"], answers["decided"]["fusion"]) == ("sdpa", True)
+
+
+def test_prompts_are_kept(ranks):
+    for answers in ranks:
+        assert answers["decided"]["kept"] == [512, True]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("prompts", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that share"),
+        ("more_prompts", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that"),
+        ("seed", "ValueError: seed must be", "RuntimeError: ranks must go on together, got ValueError: seed must be"),
+        ("rule", "ArithmeticError: third step", "RuntimeError: ranks must go on together, got ArithmeticError: third"),
+        ("needy", "ValueError: drafters of a model of several processes", "ValueError: drafters of a model of several"),
+        ("source", "ValueError: source and share must be left out", "ValueError: source and share must be left out"),
+        ("share", "ValueError: source and share must be left out", "ValueError: source and share must be left out"),
+    ],
+)
+def test_what_ends_one_rank_ends_all(ranks, what, first, second):
+    for answers, expected in zip(ranks, (first, second), strict=True):
+        assert answers["refused"][what].startswith(expected)
+
+
+def test_later_calls_go_on(ranks):
+    for answers in ranks:
+        assert answers["refused"]["afterwards"] == answers["decoded"]["llama"]["greedy"]
+
+
+def test_one_process_agrees_with_itself():
+    assert (ALONE.agreed(lambda: 3), ALONE.least(4.0)) == (3, 4.0)
+    ALONE.check_alike([5], "prompts")
+    assert BUDGETS[0] != BUDGETS[1] and set(FAMILIES) <= CONFIGS.keys() | RECURRENT.keys()

@@ -53,7 +53,7 @@ def is_split(model: Module) -> bool:
 
 
 def tensor_group(model: Module) -> ProcessGroup | None:
-    """That of the processes between which transformers has split the model's tensors (`tp_plan`), where they are split
+    """That of the processes between which transformers has split the model's tensors (`DistributedConfig(tp_size=)`), where they are split
     in no other way beside."""
     mesh = getattr(model, "_device_mesh", None)
     size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1

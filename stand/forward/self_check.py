@@ -183,7 +183,7 @@ def _refuse_absent_weights(model: PreTrainedModel) -> None:
     if is_split(model):
         raise UnsupportedModelError(
             f"processes may share a model's weights by tensor parallelism alone, got {type(model).__name__} split over "
-            'several otherwise (FSDP, pipelines); load it with tp_plan="auto", or with device_map="auto" in one process'
+            'several otherwise (FSDP, pipelines); load it with DistributedConfig(tp_size=) alone, or device_map="auto"'
         )
     if input_device(model).type == "meta":
         raise UnsupportedModelError(

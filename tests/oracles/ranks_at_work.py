@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from torch import distributed
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria
 
 import stand
@@ -90,7 +90,7 @@ def decoded(folder: Path, rank: int) -> dict[str, object]:
     answers = {}
     for place in sorted(folder.iterdir()):
         if place.is_dir():
-            model = loaded(place, tp_plan="auto")
+            model = loaded(place, distributed_config=DistributedConfig(tp_size=2))
             greedy = engine_of(model, rank).generate(PROMPTS, **GREEDY).token_ids
             matched = engine_of(model, rank, verifier="match").generate(PROMPTS, **SAMPLED, seed=3).token_ids
             answers[place.name] = {"greedy": greedy, "matched": matched}
@@ -149,7 +149,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     answers = {"decoded": decoded(folder, rank)}
-    model = loaded(folder / "llama", tp_plan="auto")
+    model = loaded(folder / "llama", distributed_config=DistributedConfig(tp_size=2))
     answers |= {"decided": decided(model, rank), "refused": refused(model, rank)}
     (folder / f"answers-{rank}.json").write_text(json.dumps(answers))
     distributed.destroy_process_group()

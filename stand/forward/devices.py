@@ -53,8 +53,8 @@ def is_split(model: Module) -> bool:
 
 
 def tensor_group(model: Module) -> ProcessGroup | None:
-    """That of the processes between which transformers has split the model's tensors (`DistributedConfig(tp_size=)`), where they are split
-    in no other way beside."""
+    """That of the processes between which transformers has split the model's tensors, where they are split in no other
+    way beside (`DistributedConfig(tp_size=)`)."""
     mesh = getattr(model, "_device_mesh", None)
     size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
     if mesh is None or not 1 < size == mesh.size():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain_eagle import random_head
 from plain_streams import random_streams
-from pretended_mps import MPS, OnMps, move_to_mps, pretended_mps
+from pretended_device import OnMps, move_to, pretended
 from tiny_models import CONFIGS, tiny_model
 from transformers import PreTrainedModel
 
@@ -51,8 +51,8 @@ def tokens_of(model: PreTrainedModel, drafter: stand.Drafter, **settings: object
 def test_greedy_tokens_are_those_of_the_cpu(family):
     expected = tokens_of(tiny_model(family), stand.BlendedDrafter(budget=12), **GREEDY, max_rows=3)
     model = copy.deepcopy(tiny_model(family))
-    with pretended_mps() as mode:
-        move_to_mps(model)
+    with pretended(OnMps) as mode:
+        move_to(OnMps, model)
         assert tokens_of(model, stand.BlendedDrafter(budget=12), **GREEDY, max_rows=3) == expected
     assert len(mode.operations) > 30
 
@@ -61,12 +61,12 @@ def test_greedy_tokens_are_those_of_the_cpu(family):
 def test_every_drafter_serves_there(name):
     """Whatever rounding does to a law, a seed draws the same tokens but in one of very many calls."""
     drafted = []
-    for on in (torch.no_grad, pretended_mps):
+    for on in (torch.no_grad, lambda: pretended(OnMps)):
         model = copy.deepcopy(tiny_model("llama"))
         drafter, part = DRAFTERS[name](model)
         with on():
-            if on is pretended_mps:
-                move_to_mps(model, *([] if part is None else [part]))
+            if on is not torch.no_grad:
+                move_to(OnMps, model, *([] if part is None else [part]))
             drafted.append(tokens_of(model, drafter, **SAMPLED, max_rows=4))
     assert drafted[0] == drafted[1]
 
@@ -76,8 +76,8 @@ def test_steps_are_timed_first_and_few_are_drafted_where_nothing_may_be_timed(mo
     for costs, budget in (("off", 32), (str(tmp_path), None)):
         monkeypatch.setenv("STAND_COSTS", costs)
         model = copy.deepcopy(tiny_model("llama"))
-        with pretended_mps():
-            move_to_mps(model)
+        with pretended(OnMps):
+            move_to(OnMps, model)
             engine = stand.wrap(model, fuse=False)
             assert engine.backend.computes_elsewhere and engine.drafter.budget == budget
             engine.generate(input_ids=PROMPTS, max_new_tokens=4, seed=3, temperature=0.8)
@@ -104,20 +104,20 @@ def test_it_has_what_metal_recommends_and_the_system_holds(monkeypatch):
     monkeypatch.setattr(tree_cache, "whole_memory", lambda: 5000)
     for available, free in ((10_000, 700 + 100), (50, 50 + 100)):
         monkeypatch.setattr(tree_cache, "available_memory", lambda available=available: available)
-        assert available_bytes(MPS) == free
-    check_fits(5000, MPS)
+        assert available_bytes(OnMps.place) == free
+    check_fits(5000, OnMps.place)
     with pytest.raises(CacheMemoryError):
-        check_fits(5001, MPS)
+        check_fits(5001, OnMps.place)
 
 
 def test_no_more_than_metal_recommends_is_free(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 250)
-    assert available_bytes(MPS) == 100
+    assert available_bytes(OnMps.place) == 100
 
 
 def test_rows_take_turns_where_memory_is_short():
-    with pretended_mps():
-        move_to_mps(model := copy.deepcopy(tiny_model("qwen2")))
+    with pretended(OnMps):
+        move_to(OnMps, model := copy.deepcopy(tiny_model("qwen2")))
         output = stand.wrap(model, drafter=stand.BlendedDrafter(budget=4)).generate(
             input_ids=PROMPTS, max_new_tokens=5, num_return_sequences=4, seed=1, temperature=1.0, stop_token_ids=[]
         )

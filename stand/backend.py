@@ -17,7 +17,7 @@ from stand.forward.cache import mapped_memory
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
-from stand.forward.devices import input_device, is_offloaded, tensor_group
+from stand.forward.devices import input_device, is_nvidia, is_offloaded, tensor_group
 from stand.forward.latent_keys import expanding_layer
 from stand.forward.model import is_mixture, moving_ropes
 from stand.forward.model_state import foreign_hook
@@ -310,6 +310,10 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider 
     """What forbids captured steps for this model, with this rule and rider, before one is tried; None: nothing."""
     if rider is not None and not rider.is_capturable:
         return RIDER_OBSTACLE
+    place = input_device(model)
+    if place.type not in ("cpu", "meta") and not is_nvidia(place):
+        got = "a torch that is built for ROCm" if place.type == "cuda" else f"a model on {place.type}"
+        return f"the kernels are for NVIDIA GPUs, got {got}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from stand.gpu.device_rule import rule_like

@@ -76,7 +76,8 @@ class Operands:
         if device == HOST:
             module, probs = np, probs.numpy()
         else:
-            arrays = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+            lasts = {"non_blocking": device.type == "cuda"}  # XPU would read an array that may be gone by then
+            arrays = {name: torch.from_numpy(array).to(device, **lasts) for name, array in arrays.items()}
         tail = (1.0 - probs.sum(axis=1)).clip(min=0.0)
         return cls(module=module, target=probs, tail=tail, schedule=schedule, tiny=TINY[dtype], **arrays)
 

@@ -65,7 +65,7 @@ class TargetRows:
     def probs_at(self, support_ids: np.ndarray) -> torch.Tensor:
         """[M, S]: row i at token ids support_ids[i]; padding (negative ids) gives 0."""
         own = support_ids.astype(np.int64)  # torch warns of read-only arrays, such as those of empty drafts
-        token_ids = torch.from_numpy(own).to(self.device, non_blocking=True)
+        token_ids = torch.from_numpy(own).to(self.device, non_blocking=self.device.type == "cuda")
         return self._probs.gather(1, token_ids.clip(min=0)).masked_fill_(token_ids < 0, 0.0)
 
     def rows(self, nodes: np.ndarray) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.costs.assumed import AssumedCosts
+from stand.drafters.costs.assumed import AssumedCosts, has_captured_steps
 from stand.drafters.costs.known import KnownCosts, saved_costs
 from stand.drafters.costs.step_cost import CostTable, StepCost, StepTimer, best_size
 from stand.drafters.drafter import (
@@ -22,7 +22,7 @@ from stand.drafters.drafter import (
 )
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
-from stand.forward.devices import input_device, off_one_device, tensor_group
+from stand.forward.devices import input_device, is_nvidia, off_one_device, tensor_group
 from stand.forward.model import is_mixture, text_config
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
@@ -40,12 +40,12 @@ MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many
 def default_budget(model: PreTrainedModel) -> int:
     """Draft nodes per step where costs are not asked: few on a CPU, as many as cost little more than one on a GPU.
 
-    32: best of 16 to 64 on two cores with the bundled model (LOG.md); also for an Apple chip's GPU, where it was not
-    measured. 112: within 2 % of the best for 1 to 16 rows of 2,048 tokens of a dense model by the times of an H100;
-    `AssumedCosts` draft less behind longer texts, and more for more rows (docs/gpu.md). 8: for a mixture of experts on
-    CUDA, where every token reads weights of its own; not measured.
+    32: best of 16 to 64 on two cores with the bundled model (LOG.md); also for GPUs of Apple, AMD and Intel, where it
+    was not measured. 112: within 2 % of the best for 1 to 16 rows of 2,048 tokens of a dense model by the times of an
+    H100; `AssumedCosts` draft less behind longer texts, and more for more rows (docs/gpu.md). 8: for a mixture of
+    experts on CUDA, where every token reads weights of its own; not measured.
     """
-    if input_device(model).type != "cuda":
+    if not is_nvidia(input_device(model)):
         return 32
     return 8 if is_mixture(model) else 112
 
@@ -61,11 +61,11 @@ class BlendedDrafter(LookupDrafter):
     a draft is planned first, and where it does not pay as a whole, as many nodes are drafted as give the most tokens
     per second.
 
-    With neither, on a CPU or an Apple chip's GPU, the first call of so many rows times a few steps, of fewer rows too,
-    since rows end: less than two seconds for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept
-    in files and followed while steps run (`stand.drafters.costs.known`). On CUDA it is the table that gpu_bench.py
-    saved, if there is one; without it, steps of a mixture of experts are timed as on a CPU, because there every token
-    may read more weights, and those of other models on one GPU cost what is computed from their sizes (`AssumedCosts`).
+    With neither, the first call of so many rows times a few steps, of fewer rows too, since rows end: less than two
+    seconds for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in files and followed while
+    steps run (`stand.drafters.costs.known`). On CUDA it is the table that gpu_bench.py saved, if there is one; without
+    it, from compute capability 8.0 on, steps of a mixture of experts alone are timed, because there every token may
+    read more weights, and those of other models on one GPU cost what is computed from their sizes (`AssumedCosts`).
     Elsewhere the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
@@ -131,14 +131,13 @@ class BlendedDrafter(LookupDrafter):
 
     def _choose_costs(self, model: PreTrainedModel) -> None:
         """Where neither a budget nor costs are given; see the class."""
-        device, is_mixed = input_device(model).type, is_mixture(model)
         folder = measured_folder() if tensor_group(model) is None else None  # ranks would time steps apart
+        is_untold = is_mixture(model) or not has_captured_steps(model)
         costs = None if folder is None else saved_costs(model, folder)
-        is_timed = folder is not None and costs is None and (device != "cuda" or is_mixed)
-        known = KnownCosts(model, folder) if is_timed else None
+        known = KnownCosts(model, folder) if folder is not None and costs is None and is_untold else None
         if known is not None and self._known is not None and known.path(1) == self._known.path(1):
             known = self._known  # calls that were prepared go on with their tables
-        if costs is None and device == "cuda" and not is_mixed and not off_one_device(model):
+        if costs is None and not is_untold and not off_one_device(model):
             costs = AssumedCosts.of(model)
         budget = default_budget(model) if costs is None and known is None else None
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)

@@ -28,6 +28,11 @@ def input_device(model: Module) -> torch.device:
     return META
 
 
+def is_nvidia(device: torch.device) -> bool:
+    """Whether it is a GPU of NVIDIA, for which the kernels are: torch for ROCm calls AMD's "cuda", too."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def off_one_device(model: Module) -> str:
     """In words, how it lies where that is not on one device: else nothing."""
     if (group := tensor_group(model)) is not None:

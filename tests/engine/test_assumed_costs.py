@@ -188,7 +188,8 @@ def test_drafts_end_at_the_sizes_of_steps(padded, ends):
 
 
 def test_a_gpu_drafts_less_behind_long_texts_and_more_for_many_rows(monkeypatch):
-    monkeypatch.setattr(blended, "input_device", lambda model: torch.device("cuda"))
+    for module in (blended, assumed_costs):
+        monkeypatch.setattr(module, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(blended, "saved_costs", lambda model, folder: None)
     monkeypatch.setattr(assumed_costs, "capability_of", lambda model: (9, 0))
     monkeypatch.setattr(assumed_costs.ModelSizes, "of", lambda model: sizes)

@@ -482,7 +482,7 @@ def test_requests_are_seeded_unless_said_otherwise():
 
 def on_a_gpu(monkeypatch) -> None:
     """What drafters ask of a model's place says so."""
-    for module in (blended, known_costs):
+    for module in (blended, known_costs, assumed_costs):
         monkeypatch.setattr(module, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(assumed_costs, "capability_of", lambda model: (9, 0))

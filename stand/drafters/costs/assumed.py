@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.costs.step_cost import StepCost
 from stand.forward.cache.key_shape import KeyShape, key_shape, layer_windows
-from stand.forward.devices import input_device
+from stand.forward.devices import input_device, is_nvidia
 from stand.forward.model import text_config
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256)  # tokens; a larger step was not timed
@@ -93,6 +93,11 @@ class AssumedCosts:
         tiles = max(num_tokens / num_rows * self._sizes.groups / TILE_QUERIES, 1.0)
         keys = KEY_SHARE * self._sizes.key_bytes(length) * (1 + TILE_SHARE * (tiles - 1))
         return (products + num_rows * (ROW_BYTES + keys)) / BYTES_PER_SECOND
+
+
+def has_captured_steps(model: PreTrainedModel) -> bool:
+    """Whether its GPU is one that captured steps are for: of others these costs say nothing."""
+    return is_nvidia(input_device(model))
 
 
 def capability_of(model: PreTrainedModel) -> tuple[int, int]:

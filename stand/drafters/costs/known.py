@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import stand
 from stand.drafters.costs.followed import FollowedCost
 from stand.drafters.costs.step_cost import CostTable, StepCost, StepTimer, table_path
-from stand.forward.devices import input_device
+from stand.forward.devices import input_device, is_nvidia
 from stand.forward.few_tokens.product import INSTRUCTION_SET
 from stand.forward.model import size_name
 from stand.measured_files import VARIABLE, keep_first
@@ -83,8 +83,8 @@ class KnownCosts:
     def path(self, num_rows: int, way: str = "") -> Path:
         """The file for calls of `num_rows` rows. Without it their steps are timed anew, by the next process."""
         builds, rows = f"torch {torch.__version__} stand {stand.__version__}", f"{_size_class(num_rows)} rows"
-        if self._device.type == "cuda":
-            where = f"{torch.cuda.get_device_name(self._device)} {way} {builds} {rows}"
+        if self._device.type in ("cuda", "xpu"):
+            where = f"{gpu_name(self._device)} {way} {builds} {rows}"
         else:
             threads = f"{torch.get_num_threads()} threads"
             where = f"{processor_name()} {way} {INSTRUCTION_SET} {builds} {threads} {rows}"
@@ -104,7 +104,7 @@ class KnownCosts:
 def saved_costs(model: PreTrainedModel, folder: Path) -> CostTable | None:
     """The table that scripts/gpu_bench.py measured for such a model on this GPU; None where there is none, or one that
     is damaged or may not be read, and always elsewhere."""
-    if model.device.type != "cuda":
+    if not is_nvidia(model.device):
         return None
     device = torch.cuda.get_device_name(model.device)
     path = table_path(folder, model=size_name(model), device=device, dtype=str(model.dtype))
@@ -113,6 +113,15 @@ def saved_costs(model: PreTrainedModel, folder: Path) -> CostTable | None:
     except (OSError, ValueError) as error:
         LOGGER.warning("no costs of steps are known: %s", error)
         return None
+
+
+def gpu_name(device: torch.device) -> str:
+    """Of a GPU of NVIDIA, AMD or Intel. Some drivers call all of AMD's alike, so more is told of those."""
+    name = torch.get_device_module(device).get_device_name(device)
+    if device.type != "cuda" or is_nvidia(device):
+        return name
+    properties = torch.cuda.get_device_properties(device)
+    return f"{name} {properties.gcnArchName} {properties.multi_processor_count} processors"
 
 
 def processor_name() -> str:

@@ -207,8 +207,8 @@ def round_up(room: int) -> int:
 
 def check_fits(nbytes: int, device: torch.device) -> None:
     """Raise CacheMemoryError when `nbytes` exceed the device's whole memory."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
+    if device.type in ("cuda", "xpu"):
+        total = torch.get_device_module(device).get_device_properties(device).total_memory
     elif device.type in ("cpu", "mps"):
         total = whole_memory()
     else:
@@ -224,11 +224,23 @@ def available_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type == "xpu":
+        return max(_left_of_intel(device), 0.0) + torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
     if device.type == "mps":
         held = torch.mps.driver_allocated_memory()
         left = min(torch.mps.recommended_max_memory() - held, available_memory())
         return max(left, 0.0) + held - torch.mps.current_allocated_memory()
     return within_limits(available_memory()) if device.type == "cpu" else float("inf")
+
+
+def _left_of_intel(device: torch.device) -> float:
+    """What torch does not hold of an Intel GPU's memory, or less where the driver, which may count others' as free,
+    says so. Of GPUs within processors it does not tell: their memory is the system's."""
+    left = torch.xpu.get_device_properties(device).total_memory - torch.xpu.memory_reserved(device)
+    try:
+        return min(left, torch.xpu.mem_get_info(device)[0])
+    except RuntimeError:
+        return min(left, available_memory())
 
 
 def _too_large(nbytes: int) -> str:

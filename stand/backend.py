@@ -317,6 +317,7 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider 
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from stand.gpu.device_rule import rule_like
+    from stand.gpu.tuning.attention_tiles import limits_of, refusal
 
     if rule_like(verifier) is None:
         return f"rule {verifier.name!r} offers no device rule of its own"
@@ -327,6 +328,8 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider 
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return f"the model lies on {len(devices)} devices"
+    if is_nvidia(place) and (obstacle := refusal(limits_of(place))):
+        return obstacle
     if torch.backends.cuda.matmul.fp32_precision not in {"none", "ieee"}:
         return "TF32 is on, which rounds rotary positions; call torch.set_float32_matmul_precision('highest')"
     if moving_ropes(model):  # their frequencies depend on the length: the host waits for it

@@ -25,7 +25,6 @@ from stand.forward.tree_attention import tree_attention
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import has_one_type
 from stand.gpu.kernels.launch import interpreter_obstacle
-from stand.gpu.tuning.attention_tiles import limits_of, refusal
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import LiveRows, Row
 from stand.trees import ROOT, DraftBatch, DraftTree
@@ -70,8 +69,7 @@ def kernel_failure(
     wants_features: whether it must deliver last hidden states; rider: which it must carry; size: default `FULL` on a
     GPU, `INTERPRETED` elsewhere, cut to the model's context. Raises what a step raises, of whatever class.
     """
-    obstacle = refusal(limits_of(model.device)) if model.device.type == "cuda" else interpreter_obstacle()
-    if obstacle is not None:
+    if model.device.type != "cuda" and (obstacle := interpreter_obstacle()):
         return obstacle
     size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
     asked = {"wants_features": wants_features, "rider": rider}

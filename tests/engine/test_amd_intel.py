@@ -1,6 +1,7 @@
 """On GPUs of AMD ("cuda" of a torch for ROCm) and Intel ("xpu"), as far as that is known without them: eager steps."""
 
 import copy
+import importlib.util
 import warnings
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from stand import backend
 from stand.backend import choose_backend
 from stand.drafters.blended import default_budget
 from stand.drafters.costs import known as known_costs
+from stand.drafters.costs.assumed import AssumedCosts
 from stand.drafters.costs.known import KnownCosts
 from stand.drafters.costs.step_cost import CostTable, StepCost, table_path
 from stand.forward.cache import tree_cache
@@ -220,3 +222,25 @@ def test_which_gpus_are_nvidias(monkeypatch):
     assert is_nvidia(torch.device("cuda")) and not is_nvidia(torch.device("xpu")) and not is_nvidia(torch.device("cpu"))
     use_rocm(monkeypatch)
     assert not is_nvidia(torch.device("cuda"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_an_old_gpu_of_nvidia_tries_no_kernel_and_times_its_steps(monkeypatch, untried, tmp_path, family):
+    """Triton may end the process there. Control: of a newer one costs are assumed."""
+    monkeypatch.setenv("STAND_COSTS", str(tmp_path))
+    tell(monkeypatch, torch.cuda, shared_memory_per_block_optin=64 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    model = copy.deepcopy(tiny_model(family))
+    with pretended(OnRocm):  # "cuda", and here of NVIDIA
+        move_to(OnRocm, model)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        chosen = choose_backend(model, get_verifier("match"), "auto", fuse=True)
+        assert str(chosen) == "sdpa" and "8.0 or higher, got 7.5" in chosen.reason
+        drafter = stand.BlendedDrafter()
+        drafter.attach(model, b"")
+        assert drafter.budget is None and drafter.costs is None
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        drafter = stand.BlendedDrafter()
+        drafter.attach(model, b"")
+        assert isinstance(drafter.costs, AssumedCosts) == (family == "qwen2")

@@ -97,7 +97,7 @@ class AssumedCosts:
 
 def has_captured_steps(model: PreTrainedModel) -> bool:
     """Whether its GPU is one that captured steps are for: of others these costs say nothing."""
-    return is_nvidia(input_device(model))
+    return is_nvidia(input_device(model)) and capability_of(model) >= min(RIDGES)
 
 
 def capability_of(model: PreTrainedModel) -> tuple[int, int]:

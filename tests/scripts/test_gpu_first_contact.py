@@ -221,3 +221,12 @@ def test_a_device_that_is_not_there_is_refused_in_a_line(monkeypatch, capsys, co
     with pytest.raises(SystemExit, match="2"):
         command(["--device", device])
     assert rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [gpu_first_contact.main, gpu_bench.main, profile_step.main])
+def test_a_gpu_of_amd_is_refused_in_a_line(monkeypatch, capsys, command):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    with pytest.raises(SystemExit, match="2"):
+        command(["--device", "cuda"])
+    assert "must be an NVIDIA GPU or cpu, got 'cuda' of a torch for ROCm" in capsys.readouterr().err

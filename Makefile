@@ -38,6 +38,7 @@ WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/t
   tests/scripts/test_throughput.py::test_document_has_every_problem_and_arm \
   tests/engine/test_refused_models.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
   tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
+  tests/engine/test_tensor_parallel.py \
   tests/engine/test_recurrent_layers.py::test_greedy_tokens_are_those_of_generate \
   tests/gpu/test_gpu_fusion.py::test_fused_logits_and_cache_equal_the_models_own tests/gpu/test_gpu_proxy_fence.py
 # Of the documentation, and among the longest.

@@ -121,10 +121,12 @@ CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # of stubs save 1.4 %, leaving out what nothing calls 0.5 %, and tables for stack traces at calls alone, which is where
 # exceptions pass, 0.6 %.
 SECTIONS = ["-fvisibility=hidden", "-ffunction-sections", "-fdata-sections"]
-LEAN = [*SECTIONS, "-fno-plt", "-fno-asynchronous-unwind-tables"] if IS_LEAN else []
+LEAN = [*SECTIONS, "-fno-plt", "-fno-asynchronous-unwind-tables", "-fno-ident"] if IS_LEAN else []
 STRIP = []
 if IS_LEAN:
     STRIP = ["-Wl,--strip-all,--gc-sections,--build-id=none", *taken("-Wl,--no-ld-generated-unwind-info")]
+    # What C runs when a library is loaded and given back: nothing here asks for it, and no module is given back.
+    STRIP += taken("-nostartfiles")
 # Without contraction a sum of products is rounded in the same way on every processor.
 COMPILE_ARGS = ["-ffp-contract=off", *(CHECKED if DEBUG else OPTIMISED), *LEAN]
 

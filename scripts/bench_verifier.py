@@ -35,11 +35,11 @@ def median_seconds(work: Callable[[], object], *, repeats: int, device: torch.de
     seconds = []
     for _ in range(repeats):
         if device.type != "cpu":
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
         start = clock()
         work()
         if device.type != "cpu":
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
         seconds.append(clock() - start)
     return statistics.median(seconds[1:] or seconds)
 

@@ -113,7 +113,7 @@ def decided(model: PreTrainedModel, rank: int) -> dict[str, object]:
     verifier = ("traversal", "match")[rank]
     answers["rules"] = engine_of(model, rank, verifier=verifier).generate(PROMPTS, **SAMPLED, seed=1).token_ids
     criteria = {} if rank else {"stopping_criteria": [AfterSeven()]}
-    answers["ends"] = engine.generate(PROMPTS[0], **SAMPLED, **criteria, seed=2).token_ids
+    answers["ends"] = engine.generate(PROMPTS[0], **SAMPLED, **criteria, stop_token_ids=[], seed=2).token_ids
     free = memory.most_bytes
     live: list[int] = []
     with mock.patch.object(memory, "most_bytes", lambda *given: free(*given) if rank == 0 else 60_000):

@@ -163,6 +163,14 @@ def test_a_point_on_an_edge_belongs_to_the_token_after_it():
         assert verdict_compiled.draw_residuals(*arguments).tolist() == [token]
 
 
+def test_a_point_past_the_end_belongs_to_the_last_token_with_a_weight():
+    """As rounding may carry it there; behind that token come blocks without any weight."""
+    probs, support = np.zeros((1, 10_000)), np.array([[-1]], dtype=np.int32)
+    probs[0, [1, 3]] = 0.5
+    arguments = (probs, np.array([0]), support, np.zeros((1, 1)), np.ones(1), np.array([1.0]))
+    assert verdict_compiled.draw_residuals(*arguments).tolist() == [3]
+
+
 def test_supports_do_not_reach_into_later_rows():
     """Token 0 and others are candidates of the first node, not of the second."""
     probs = np.array([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
@@ -285,7 +293,7 @@ def test_a_rule_that_keeps_nodes_of_other_rows_is_refused(path):
     batch = DraftBatch.concatenate([draft_of(*tokens) for tokens in trees])
     next_tokens, none = np.array([1, 2]), np.empty(0, dtype=np.int32)
     assert Verdicts([np.array([2], dtype=np.int32), none], next_tokens).gained(batch) == [[9, 1], [2]]
-    for accepted in ([np.array(path, dtype=np.int32), none], [path, []], [none, none, none]):
+    for accepted in ([np.array(path, dtype=np.int32), none], [path, []], [none, none, none], [none, [2]]):
         with pytest.raises(
             ValueError, match="a rule must keep nodes of each of 2 rows' own drafts, got .* number them"
         ):

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import warnings
+from contextlib import nullcontext
 from fractions import Fraction
 
 import exact_rules
@@ -268,6 +269,19 @@ def test_rules_over_sets_take_fourteen_candidates_at_most():
     assert set_sizes(14).shape == (2**14,) and set_sizes(14)[-1] == 14
     with pytest.raises(ValueError, match="at most 14 candidates per context, got 15"):
         set_sizes(15)
+
+
+@pytest.mark.parametrize("width", [14, 15])
+def test_a_draft_of_siblings_may_have_fourteen_candidates(width):
+    """Two children of the root, the second one drawn from what the first one left."""
+    support = np.full((3, width), -1, dtype=np.int32)
+    support[0] = np.arange(width)
+    law = np.zeros((3, width), dtype=np.float32)
+    law[1], law[2, 1:] = 1 / width, 1 / (width - 1)
+    nodes = {"token_ids": np.array([0, 0, 1], np.int32), "parents": np.array([-1, 0, 0], np.int32)}
+    tree = DraftTree(**nodes, support_ids=support, law=law, slots=np.arange(3, dtype=np.int32))
+    with nullcontext() if width == 14 else pytest.raises(ValueError, match="at most 14 candidates per context, got 15"):
+        get_verifier("ranked_traversal").check_draft(DraftBatch.concatenate([tree]))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

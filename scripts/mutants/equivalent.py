@@ -31,6 +31,8 @@ OF_TRAINED: dict[str, dict[tuple[str | int, ...], str]] = {
 
 _GLANCE = "return (of_row + self._row_pages_ahead) * num_rows + of_drafts + others <= self.pages.num_free"
 
+_CAPPED = "return chance if chance < 1.0 else 1.0 if chance >= 1.0 else 0.0"
+
 _EMPTY_CONTEXT = "the first context of a file is the empty one, below which nothing lies"
 
 _REFILLED = "rows that the cache does not know are filled anew, whatever it is said to hold of them"
@@ -293,6 +295,12 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "> -> >=",
     ): "a total of 0 has no positive mass in it",
     ("verifiers/verdict_compiled.pyx", "if total > 0 and not found:", "> -> >="): "a total of 0 has no weight in it",
+    ("verifiers/verdict_compiled.pyx", _CAPPED, "< -> <="): "a chance of 1 is 1 in either branch",
+    (
+        "verifiers/verdict_compiled.pyx",
+        _CAPPED,
+        "1.0 -> 0.0 #3",
+    ): "chances below 1 never come here, only NaN fails both",
     (
         "verifiers/verdict_compiled.pyx",
         "probs, nodes, np.empty((size, 0), dtype=np.int32), np.empty((size, 0)), np.ones(size), uniforms",

@@ -34,6 +34,7 @@ from stand.trees.kinds import KINDS
 
 MOST_RISES = 1000  # arrays of rises that are kept; a cost that follows the steps' times changes, and has new ones
 RisesKey = tuple[StepCost, int, int, tuple[int, ...]]  # cost, rows, budget, sizes of steps
+EAGER = "sdpa"  # how the ways of eager steps on a GPU begin
 MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many tokens
 
 
@@ -63,10 +64,9 @@ class BlendedDrafter(LookupDrafter):
 
     With neither, the first call of so many rows times a few steps, of fewer rows too, since rows end: less than two
     seconds for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in files and followed while
-    steps run (`stand.drafters.costs.known`). On CUDA it is the table that gpu_bench.py saved, if there is one; without
-    it, from compute capability 8.0 on, steps of a mixture of experts alone are timed, because there every token may
-    read more weights, and those of other models on one GPU cost what is computed from their sizes (`AssumedCosts`).
-    Elsewhere the budget is `default_budget`.
+    steps run (`stand.drafters.costs.known`). On CUDA it is the table that gpu_bench.py saved, if there is one. Without
+    it captured steps on one GPU cost what is computed from the model's sizes (`AssumedCosts`), but those of a mixture
+    of experts, where every token may read more weights, are timed. Elsewhere the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).
@@ -105,7 +105,8 @@ class BlendedDrafter(LookupDrafter):
         self.exchange: Exchange | None = None  # by `attach`, where `share` is given
         self.requires_features = source is not None and source.requires_features
         self.rider = None if source is None else source.rider
-        self._known: KnownCosts | None = None
+        self._known: KnownCosts | None = None  # by which the call drafts
+        self._timed: KnownCosts | None = None  # where nothing was given: of eager steps, or of a mixture's
         self._chosen: tuple[int | None, CostTable | AssumedCosts | None] = (None, None)  # budget and costs, by `attach`
         self._padded: tuple[int, ...] = ()  # tokens to which the call's steps are padded
         self._known_rises: dict[RisesKey, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -127,20 +128,22 @@ class BlendedDrafter(LookupDrafter):
         if (self.budget, self.costs) == self._chosen:
             self._choose_costs(model)
         else:  # somebody has set them
-            self._known = None
+            self._known = self._timed = None
 
     def _choose_costs(self, model: PreTrainedModel) -> None:
         """Where neither a budget nor costs are given; see the class."""
         folder = measured_folder() if tensor_group(model) is None else None  # ranks would time steps apart
         is_untold = is_mixture(model) or not has_captured_steps(model)
         costs = None if folder is None else saved_costs(model, folder)
-        known = KnownCosts(model, folder) if folder is not None and costs is None and is_untold else None
-        if known is not None and self._known is not None and known.path(1) == self._known.path(1):
-            known = self._known  # calls that were prepared go on with their tables
+        timed = KnownCosts(model, folder) if folder is not None and costs is None else None
+        if timed is not None and self._timed is not None and timed.path(1) == self._timed.path(1):
+            timed = self._timed  # calls that were prepared go on with their tables
         if costs is None and not is_untold and not off_one_device(model):
             costs = AssumedCosts.of(model)
+        known = timed if is_untold else None
         budget = default_budget(model) if costs is None and known is None else None
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)
+        self._timed = timed
 
     def start_call(self, *, learns: bool) -> int:
         """From the lookup; from the process's own number where it shares; and from the source, whose memory outlives
@@ -160,6 +163,8 @@ class BlendedDrafter(LookupDrafter):
 
     def prepare(self, num_rows: int, measure: StepTimer) -> None:
         self._padded = tuple(getattr(measure, "sizes", ()))  # a drafter of one's own may hand on a function
+        if isinstance(self.costs, AssumedCosts):  # of captured steps
+            self._known = self._timed if getattr(measure, "way", "").startswith(EAGER) else None
         if self._known is not None:
             self._known.prepare(num_rows, measure)
 

@@ -187,13 +187,36 @@ def test_drafts_end_at_the_sizes_of_steps(padded, ends):
     assert len(sizes) > 1 and (sizes <= ends if ends else sizes - set(PADDED))
 
 
-def test_a_gpu_drafts_less_behind_long_texts_and_more_for_many_rows(monkeypatch):
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Models seem to lie on an H100 and to have a 7B's sizes."""
     for module in (blended, assumed_costs):
         monkeypatch.setattr(module, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(blended, "saved_costs", lambda model, folder: None)
     monkeypatch.setattr(assumed_costs, "capability_of", lambda model: (9, 0))
-    monkeypatch.setattr(assumed_costs.ModelSizes, "of", lambda model: sizes)
     sizes = ModelSizes(int(14.1e9), ((2048, 0),) * 28, 7)
+    monkeypatch.setattr(assumed_costs.ModelSizes, "of", lambda model: sizes)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_eager_steps_of_such_a_gpu_are_timed(on_hopper, monkeypatch, tmp_path, is_kept):
+    """What is computed is the cost of captured steps. The times of one way stay when calls of the other begin."""
+    monkeypatch.setenv("STAND_COSTS", str(tmp_path) if is_kept else "off")
+    timed = []
+
+    def measure(**sizes: float) -> StepCost:
+        timed.append(sizes["num_rows"])
+        return StepCost(num_rows=1, length=32, tokens=(1, 4), seconds=(1.0, 9.0))
+
+    drafter = taught()
+    for _ in range(2):
+        for way, padded, most in (("triton", PADDED, 255), ("sdpa unfused", (), 3 if is_kept else 255)):
+            drafter.prepare(1, StepTimer(measure, way, padded))
+            assert drafter.most_nodes(1) == most
+    assert timed == ([1] if is_kept else [])
+
+
+def test_a_gpu_drafts_less_behind_long_texts_and_more_for_many_rows(on_hopper):
     drafter = taught()
     assert drafter.budget is None and drafter.most_nodes(16) == 240
     costs = drafter.costs

@@ -172,7 +172,7 @@ OF_NEIGHBOURS: dict[str, dict[tuple[str | int, ...], str]] = {
     },
 }
 
-_SAME_FILES = "if known is not None and self._known is not None and known.path(1) == self._known.path(1):"
+_SAME_FILES = "if timed is not None and self._timed is not None and timed.path(1) == self._timed.path(1):"
 
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
     (

@@ -146,7 +146,8 @@ class StandAPI(ModelAPI):
     """A transformers model of this machine, decoded by the engine.
 
     Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
-    `lookup`, a file that the drafter starts from; `save_lookup`, a file to write what it has learned to, every
+    `lookup`, a file that the drafter starts from; `share`, a folder in which processes tell each other what they learn
+    (`BlendedDrafter`); `save_lookup`, a file to write what it has learned to, every
     few minutes and when the provider is closed or the process ends: inspect does not close what it was given by name.
     Settings that are left out are the model's own, as `generation_config.json` has them. A seed, the provider's or a
     call's own, fixes the random numbers, but which requests share a batch depends on time, so a run does not repeat
@@ -166,6 +167,7 @@ class StandAPI(ModelAPI):
         device: str | None = None,
         dtype: str = "auto",
         lookup: str | None = None,
+        share: str | None = None,
         save_lookup: str | None = None,
     ):
         config = config or GenerateConfig()
@@ -175,13 +177,15 @@ class StandAPI(ModelAPI):
             raise ValueError(f"rows must be at least 1, got {rows}; leave it out for the default")
         if save_lookup is not None:
             check_can_be_written(save_lookup, "save_lookup")
-        drafter = None if lookup is None else BlendedLookup.load(lookup)  # before the model, which takes minutes
+        learned = None if lookup is None else BlendedLookup.load(lookup)
         # Here, because inspect imports this module whenever it lists providers.
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from stand.drafters.blended import BlendedDrafter
         from stand.wrapping import wrap
 
+        drafter = BlendedDrafter(learned, share=share)  # before the model, which takes minutes
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)
         tokenizer = AutoTokenizer.from_pretrained(model_name)

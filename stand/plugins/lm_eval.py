@@ -13,6 +13,7 @@ import sys
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from stand.drafters.blended import BlendedDrafter
 from stand.extra import missing_package
 from stand.plugins.generate import engine_of, stand_generate, use_engine
 from stand.stats import Stats
@@ -48,15 +49,17 @@ class StandLM(HFLM):
     """HFLM whose `generate_until` decodes by the engine. Loglikelihoods are the plain model's, as HFLM has them.
 
     Greedy responses are HFLM's. Sampled ones have their law; `torch.manual_seed` decides them, as it does HFLM's.
-    lookup: a file that the drafter starts from; further arguments are HFLM's.
+    lookup: a file that the drafter starts from; share: a folder in which processes tell each other what they learn
+    (`BlendedDrafter`); further arguments are HFLM's.
     `stats`: what all generation so far was worth (`stand.stats.Stats`).
 
     Raises UnsupportedModelError for a model that cannot be served exactly, ValueError by name for a setting that
     cannot.
     """
 
-    def __init__(self, pretrained: object, lookup: str | None = None, **settings: object):
-        drafter = None if lookup is None else BlendedLookup.load(lookup)  # before the model, which takes minutes
+    def __init__(self, pretrained: object, lookup: str | None = None, share: str | None = None, **settings: object):
+        learned = None if lookup is None else BlendedLookup.load(lookup)
+        drafter = BlendedDrafter(learned, share=share)  # before the model, which takes minutes
         super().__init__(pretrained=pretrained, **settings)
         self.stats = Stats()
         if self.backend != "causal":

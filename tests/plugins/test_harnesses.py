@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 import stand
+from stand.plugins.generate import engine_of
 
 PADDED = {  # left-padded, prompts of 6, 4 and 2 tokens
     "input_ids": torch.tensor([[5, 9, 11, 4, 5, 9], [0, 0, 7, 8, 30, 21], [0, 0, 0, 0, 40, 41]]),
@@ -139,9 +140,19 @@ def test_lm_eval_starts_from_a_saved_lookup(lm_eval_door, tmp_path):
     assert again.stats.mean_acceptance_length > first.stats.mean_acceptance_length
 
 
-def test_lm_eval_reads_the_lookup_before_the_model(lm_eval_door):
+def test_lm_eval_shares_what_it_learns(lm_eval_door, tmp_path):
+    pair = fresh_model(), letter_tokenizer()
+    lm = lm_eval_door.StandLM(pair, share=str(tmp_path / "shared"))
+    lm._model_generate(PADDED["input_ids"], 30, LETTERS[:1], attention_mask=PADDED["attention_mask"])
+    assert engine_of(pair[0]).drafter.exchange.num_sent > 0
+    assert lm_eval_door.StandLM(pair) and engine_of(pair[0]).drafter.exchange is None
+
+
+def test_lm_eval_tries_its_files_before_the_model(lm_eval_door):
     with pytest.raises(FileNotFoundError, match="no.lookup"):
         lm_eval_door.StandLM("no model", lookup="no.lookup")
+    with pytest.raises(ValueError, match="share must be the path of a folder"):
+        lm_eval_door.StandLM("no model", share="")
 
 
 def test_lm_eval_refuses_what_the_engine_cannot_serve(lm_eval_door, monkeypatch):
@@ -245,6 +256,7 @@ def test_inspects_provider_tries_the_file_before_it_loads_a_model(inspect_door, 
     ("options", "error", "message"),
     [
         ({"lookup": "no.lookup"}, FileNotFoundError, "no.lookup"),
+        ({"share": ""}, ValueError, "share must be the path of a folder"),
         ({"rows": 2.5}, ValueError, "rows must be a whole number, got 2.5"),
         ({"rows": "16"}, ValueError, "rows must be a whole number, got '16'"),
         ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),

@@ -110,6 +110,7 @@ OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
 OF_SCHEDULING: dict[str, dict[tuple[str | int, ...], str]] = {
     "within_pages.py": {
         (_GLANCE, "LtE -> Lt"): "a glance that does not see enough leaves the answer to `_fit`",
+        ("self._let_take(owner, 0, row.num_cached)", "0 -> 1"): "a new owner holds no page that it could share",
         (
             "return self._is_plenty(len(live), 1) or self._fit(live, 0)",
             "1 -> 0",

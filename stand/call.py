@@ -82,6 +82,7 @@ class Call:
             on_ready=self._meet_prompt,
             wants_features=self._wants_features,
             kept=kept,
+            ranks=backend.ranks,
         )
         self._is_settled = False  # since rows were let in, none has ended, memory holds them and the next one is ready
         self._step: Step | None = None  # from the first row on
@@ -232,7 +233,7 @@ class Call:
         work_on("forward")
         self._step.forward(batch, live, self._noise(live))
         work_on("verify")
-        verdicts, gained, ends = self._backend.ranks.agreed(partial(self._judge, live, batch))
+        verdicts, gained, ends = self._backend.ranks.agreed(self._judge, live, batch)
         if self._drafter is not None:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         if self._rider is not None:
@@ -263,7 +264,7 @@ class Call:
             prompt_words=live.prompt_words,
             most_rows=self._most_rows,
         )
-        batch = self._backend.ranks.agreed(partial(self._drafter.draft, request))
+        batch = self._backend.ranks.agreed(self._drafter.draft, request)
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)
         if DEBUG:
             batch.check()
@@ -283,14 +284,15 @@ class Call:
         """What stays of the drafts, the tokens that rows would gain with it, and where that ends them."""
         verdicts = self._step.verify()
         self.stats.work_on("commit")
-        gained, elapsed, ends = verdicts.gained(batch), self.stats.elapsed, []
-        for row, tokens in zip(live.rows, gained, strict=True):
+        gained, elapsed = verdicts.gained(batch), self.stats.elapsed
+        ends: list[End] = [(0, None)] * len(gained)
+        for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
             if not 0 <= tokens[-1] < self._vocabulary_size:  # of a rule of the user's
                 raise ValueError(
                     f"rule {self._verifier.name!r} must answer next tokens in [0, {self._vocabulary_size}), got "
                     f"{tokens[-1]}; draw them from the target's rows"
                 )
-            ends.append(self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed))
+            ends[place] = self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed)
         return verdicts, gained, ends
 
     def _commit(
@@ -337,6 +339,6 @@ class Call:
 def _same_on_all(ranks: Ranks, jobs: Iterable[Job]) -> Iterator[Job]:
     """The jobs, each once all ranks have read the same one."""
     for job in jobs:
-        ranks.check_alike((job.rows, job.prompt.tobytes()), "prompts")
+        ranks.check_alike((job.rows, job.limit, job.prompt.tobytes()), "prompts or limits")
         yield job
-    ranks.check_alike(None, "prompts")
+    ranks.check_alike(None, "prompts or limits")

@@ -327,7 +327,7 @@ class Engine:
         """num_rows: the most that may be live, as far as is known."""
         refuse_unready(self.model)
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
-        seed = self.backend.ranks.agreed(partial(checked_seed, seed))
+        seed = self.backend.ranks.agreed(checked_seed, seed)
         most_slots = self.drafter.most_slots if draft else lambda num_rows: 0
         beside = {"backend": self.backend, "most_slots": most_slots, "kept": self._kept}
         allowed = admission(self.model, max_rows, max_cache_bytes, **beside)

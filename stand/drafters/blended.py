@@ -106,7 +106,7 @@ class BlendedDrafter(LookupDrafter):
         self.requires_features = source is not None and source.requires_features
         self.rider = None if source is None else source.rider
         self._known: KnownCosts | None = None  # by which the call drafts
-        self._timed: KnownCosts | None = None  # where nothing was given: of eager steps, or of a mixture's
+        self._timed: KnownCosts | None = None  # where nothing was given: eager steps, or a mixture's
         self._chosen: tuple[int | None, CostTable | AssumedCosts | None] = (None, None)  # budget and costs, by `attach`
         self._padded: tuple[int, ...] = ()  # tokens to which the call's steps are padded
         self._known_rises: dict[RisesKey, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -135,12 +135,12 @@ class BlendedDrafter(LookupDrafter):
         folder = measured_folder() if tensor_group(model) is None else None  # ranks would time steps apart
         is_untold = is_mixture(model) or not has_captured_steps(model)
         costs = None if folder is None else saved_costs(model, folder)
-        timed = KnownCosts(model, folder) if folder is not None and costs is None else None
+        timed = None if folder is None else KnownCosts(model, folder)
         if timed is not None and self._timed is not None and timed.path(1) == self._timed.path(1):
             timed = self._timed  # calls that were prepared go on with their tables
         if costs is None and not is_untold and not off_one_device(model):
             costs = AssumedCosts.of(model)
-        known = timed if is_untold else None
+        known = timed if costs is None and is_untold else None
         budget = default_budget(model) if costs is None and known is None else None
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)
         self._timed = timed
@@ -163,7 +163,7 @@ class BlendedDrafter(LookupDrafter):
 
     def prepare(self, num_rows: int, measure: StepTimer) -> None:
         self._padded = tuple(getattr(measure, "sizes", ()))  # a drafter of one's own may hand on a function
-        if isinstance(self.costs, AssumedCosts):  # of captured steps
+        if self.costs is not None and self.costs is self._chosen[1]:  # of captured steps
             self._known = self._timed if getattr(measure, "way", "").startswith(EAGER) else None
         if self._known is not None:
             self._known.prepare(num_rows, measure)

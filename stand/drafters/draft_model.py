@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device
 from stand.forward.model import max_positions, prefill, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
+from stand.forward.ranks import ranks_of
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model
 from stand.forward.tree_attention import tree_attention
@@ -89,7 +91,7 @@ class ModelDrafter(Drafter):
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One chain per row, min(gamma, max_depths) deep; see `Drafter.draft`."""
-        depths = self._depths(request)
+        depths, ranks = self._depths(request), ranks_of(self.model)
         drafted = np.flatnonzero(depths)
         levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of these rows: tokens, supports, laws
         if len(drafted):
@@ -102,7 +104,7 @@ class ModelDrafter(Drafter):
                     layers = np.full(len(drafted), depth)
                     keys, steps = request.noise_keys[drafted], request.steps[drafted]
                     points = uniforms(request.seed, DRAFT, keys, steps, layers)
-                    *level, is_law = self._draw(logits, points, is_greedy=request.is_greedy)
+                    *level, is_law = ranks.agreed(partial(self._draw, logits, points, is_greedy=request.is_greedy))
                     levels.append(tuple(level))
                     ended = drafted[~is_law]  # their logits overflow
                     depths[ended] = np.minimum(depths[ended], depth - 1)

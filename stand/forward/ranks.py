@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
@@ -19,16 +20,25 @@ Answer = TypeVar("Answer")
 class Ranks:
     """Of a model that one process computes alone."""
 
-    def agreed(self, decide: Callable[[], Answer]) -> Answer:
+    def agreed(self, decide: Callable[..., Answer], *arguments: object) -> Answer:
         """What `decide` answers on the first rank. All ranks ask theirs, at the same place of the same calls."""
-        return decide()
+        return decide(*arguments)
 
-    def least(self, number: float) -> float:
-        """The smallest of all ranks' numbers."""
-        return number
+    def are_alike(self, value: object) -> bool:
+        """Whether all ranks have this value."""
+        return True
 
     def check_alike(self, value: object, what: str) -> None:
         """Raise ValueError where another rank has another value; what: it is, for the message."""
+        if not self.are_alike(value):
+            raise ValueError(
+                f"ranks that share a model must make the same calls, got other {what} than this rank's on another one; "
+                "seed whatever draws prompts alike on all of them"
+            )
+
+    def room(self, free_bytes: float, device: torch.device) -> float:
+        """Bytes that every rank may take, of as many as this one has free."""
+        return free_bytes
 
 
 class TensorRanks(Ranks):
@@ -38,10 +48,10 @@ class TensorRanks(Ranks):
     def __init__(self, group: ProcessGroup):
         self._group = group
 
-    def agreed(self, decide: Callable[[], Answer]) -> Answer:
+    def agreed(self, decide: Callable[..., Answer], *arguments: object) -> Answer:
         answer, failure = None, None
         try:
-            answer = decide()
+            answer = decide(*arguments)
         except Exception as error:
             failure = error
         told = [(answer, None if failure is None else f"{type(failure).__name__}: {failure}")]
@@ -53,15 +63,12 @@ class TensorRanks(Ranks):
             raise RuntimeError(f"ranks must go on together, got {reason} on the first one; see what it has printed")
         return answer
 
-    def least(self, number: float) -> float:
-        return min(self._gathered(number))
+    def are_alike(self, value: object) -> bool:
+        return all(other == value for other in self._gathered(value))
 
-    def check_alike(self, value: object, what: str) -> None:
-        if any(other != value for other in self._gathered(value)):
-            raise ValueError(
-                f"ranks that share a model must make the same calls, got other {what} than this rank's on another one; "
-                "seed whatever draws prompts alike on all of them"
-            )
+    def room(self, free_bytes: float, device: torch.device) -> float:
+        """A CPU's memory is one for all."""
+        return min(self._gathered(free_bytes)) / (self._group.size() if device.type == "cpu" else 1)
 
     def _gathered(self, value: object) -> list:
         values = [None] * self._group.size()

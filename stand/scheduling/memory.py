@@ -13,6 +13,7 @@ from stand.argument_checks import whole_number
 from stand.backend import Backend
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.tree_cache import DRAFT_ROOM
+from stand.forward.devices import input_device
 from stand.row import Row
 from stand.scheduling.admission import Admission, AtMost
 from stand.scheduling.free_memory import bytes_per_token, most_bytes
@@ -68,7 +69,7 @@ def admission(
     limits = [limit for limit in (max_rows, backend.most_rows) if limit is not None]
     num_bytes = max_cache_bytes
     if max_cache_bytes is None and backend.num_slots is None and (max_rows is None or backend.has_pool):
-        num_bytes = backend.ranks.least(most_bytes(model, backend.held_bytes))
+        num_bytes = backend.ranks.room(most_bytes(model, backend.held_bytes), input_device(model))
     if backend.num_slots is not None:
         room = backend.num_slots * token_bytes - (0 if kept is None else kept.num_free)
         if room < least:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import no_features, taken_features
 from stand.forward.model import PROMPT_CHUNK, prefill_chunk
+from stand.forward.ranks import ALONE, Ranks
 from stand.forward.tree_attention import tree_attention
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning
@@ -39,10 +40,11 @@ class PromptKeys:
         on_ready: Callable[[Row], None],
         wants_features: bool,
         kept: KeptPrompts | None = None,
+        ranks: Ranks = ALONE,
     ):
         """new_keys: a cache of one row with so much room; admission: counts their memory.
         on_ready: told the first row of every prompt when its keys are complete.
-        kept: what earlier calls have left, and what this one leaves."""
+        kept: what earlier calls have left, and what this one leaves; on a rank that has no memory for it, nothing."""
         self.num_tokens = 0  # of the prompts that were complete, the pending ones included
         self.num_replayed = 0  # tokens of rows that were put back
         self.num_copied = 0  # tokens whose keys were another prompt's
@@ -53,6 +55,7 @@ class PromptKeys:
         self._wants_features = wants_features
         self._on_ready = on_ready
         self._kept = kept
+        self._ranks = ranks
         self._age = NO_AGE  # as `kept` says when the call begins
         self._budget = 0.0
         self._prompts: dict[Hashable, Prefilled] = {}  # by what rows begin with
@@ -118,6 +121,8 @@ class PromptKeys:
         shared = [(min(common_chunks(other, prompt), most), other) for other in others if self._is_of_use(other)]
         begun = [(source.begins_at(chunks), source) for chunks, source in shared]
         chunks, source = max(begun, key=lambda pair: pair[0], default=(0, None))
+        if self._kept is not None and not self._ranks.are_alike(chunks):
+            chunks = 0
         if chunks > 0:
             prompt.begin_with(source, chunks)
             prompt.copied = prompt.done

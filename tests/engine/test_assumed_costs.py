@@ -198,10 +198,13 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(assumed_costs.ModelSizes, "of", lambda model: sizes)
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_eager_steps_of_such_a_gpu_are_timed(on_hopper, monkeypatch, tmp_path, is_kept):
-    """What is computed is the cost of captured steps. The times of one way stay when calls of the other begin."""
+@pytest.mark.parametrize(("is_kept", "is_saved"), [(True, False), (False, False), (True, True)])
+def test_eager_steps_of_such_a_gpu_are_timed(on_hopper, monkeypatch, tmp_path, is_kept, is_saved):
+    """What is computed, or saved by gpu_bench.py, is the cost of captured steps. The times of one way stay when calls
+    of the other begin."""
     monkeypatch.setenv("STAND_COSTS", str(tmp_path) if is_kept else "off")
+    table = stand.CostTable((StepCost(num_rows=1, length=32, tokens=(1, 256), seconds=(1.0, 2.0)),))
+    monkeypatch.setattr(blended, "saved_costs", lambda model, folder: table if is_saved else None)
     timed = []
 
     def measure(**sizes: float) -> StepCost:

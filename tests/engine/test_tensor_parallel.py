@@ -110,10 +110,27 @@ def test_prompts_are_kept(ranks):
         assert answers["decided"]["kept"] == [512, True]
 
 
+def test_prompts_are_computed_again_where_a_rank_has_not_kept_them(ranks):
+    for answers in ranks:
+        assert answers["decided"]["kept_by_one"] == [0, True]
+
+
+def test_ranks_of_a_draft_model_draw_alike(ranks):
+    """One of them sees other logits, and would go on with other tokens."""
+    first, second = (answers["decided"]["draft_model"] for answers in ranks)
+    assert first == second
+
+
+def test_ranks_on_a_cpu_share_its_memory(ranks):
+    first, second = (answers["decided"]["room"] for answers in ranks)
+    assert first == second == [50.0, 100.0]
+
+
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
         ("prompts", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that share"),
+        ("limits", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that share"),
         ("more_prompts", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that"),
         ("seed", "ValueError: seed must be", "RuntimeError: ranks must go on together, got ValueError: seed must be"),
         ("rule", "ArithmeticError: third step", "RuntimeError: ranks must go on together, got ArithmeticError: third"),
@@ -133,6 +150,6 @@ def test_later_calls_go_on(ranks):
 
 
 def test_one_process_agrees_with_itself():
-    assert (ALONE.agreed(lambda: 3), ALONE.least(4.0)) == (3, 4.0)
+    assert (ALONE.agreed(max, 3, 4), ALONE.room(4.0, torch.device("cpu")), ALONE.are_alike(5)) == (4, 4.0, True)
     ALONE.check_alike([5], "prompts")
     assert BUDGETS[0] != BUDGETS[1] and set(FAMILIES) <= CONFIGS.keys() | RECURRENT.keys()

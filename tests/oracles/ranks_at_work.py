@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,7 @@ from transformers.generation import StoppingCriteria
 
 import stand
 from stand.scheduling import memory
+from stand.scheduling.kept_prompts import KeptPrompts
 from stand.verifiers import get_verifier
 
 PROMPTS = [[5, 9, 30, 7, 5, 9, 30, 7, 5, 9, 30, 4], [11, 12, 13, 14, 11, 12, 13, 14, 11, 12, 13]]
@@ -54,6 +56,15 @@ class Heads(stand.LawSource):
 
     def laws(self, *_: object) -> None:
         raise NotImplementedError
+
+
+class Blurred(stand.ModelDrafter):
+    """Its logits differ from rank to rank."""
+
+    noise = 0.0
+
+    def _draw(self, logits: torch.Tensor, points: object, **how: object) -> tuple:
+        return super()._draw(logits + self.noise * torch.randn_like(logits), points, **how)
 
 
 class Ending(type(get_verifier("traversal"))):
@@ -123,7 +134,17 @@ def decided(model: PreTrainedModel, rank: int) -> dict[str, object]:
     with engine.keep_prompts(1e9):
         kept = [engine.generate(LONG, **GREEDY) for _ in range(2)]
     answers["kept"] = [kept[1].stats.num_copied_prompt_tokens, kept[0].token_ids == kept[1].token_ids]
+    with engine.keep_prompts(1e9):
+        with mock.patch.object(KeptPrompts, "_keep", lambda *_: None) if rank else nullcontext():
+            kept = [engine.generate(LONG, **GREEDY)]
+        kept.append(engine.generate(LONG, **GREEDY))
+    answers["kept_by_one"] = [kept[1].stats.num_copied_prompt_tokens, kept[0].token_ids == kept[1].token_ids]
     answers["learned"] = len(engine.lookup)
+    ranks = engine.backend.ranks
+    answers["room"] = [ranks.room((100.0, 150.0)[rank], torch.device(kind)) for kind in ("cpu", "cuda")]
+    with mock.patch.object(Blurred, "noise", (0.0, 0.3)[rank]):
+        chains = stand.wrap(model, drafter=Blurred(model, gamma=3))
+        answers["draft_model"] = chains.generate(PROMPTS, **SAMPLED, seed=5).token_ids
     return answers
 
 
@@ -135,6 +156,7 @@ def refused(model: PreTrainedModel, rank: int) -> dict[str, str]:
     needy.requires_features = True
     return {
         "prompts": failure_of(lambda: engine.generate(PROMPTS[rank], **GREEDY)),
+        "limits": failure_of(lambda: engine.generate(PROMPTS, **GREEDY | {"max_new_tokens": 5 + rank})),
         "more_prompts": failure_of(lambda: list(engine.run(one_more, **GREEDY))),
         "seed": failure_of(lambda: engine.generate(PROMPTS, seed=-1 if rank == 0 else 1)),
         "rule": failure_of(lambda: ending.generate(PROMPTS, **SAMPLED)),

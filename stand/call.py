@@ -285,7 +285,7 @@ class Call:
         verdicts = self._step.verify()
         self.stats.work_on("commit")
         gained, elapsed = verdicts.gained(batch), self.stats.elapsed
-        ends: list[End] = [(0, None)] * len(gained)
+        ends = list(gained)  # a place for each
         for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
             if not 0 <= tokens[-1] < self._vocabulary_size:  # of a rule of the user's
                 raise ValueError(

@@ -108,6 +108,15 @@ OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
 }
 
 OF_SCHEDULING: dict[str, dict[tuple[str | int, ...], str]] = {
+    "prefilled.py": {
+        ("most = max(min(source.done, len(target.token_ids)), 0)", "0 -> 1"): "one token is no chunk",
+    },
+    "job_reader.py": {
+        (
+            "elif self._counted and self._counted[-1].stop == rows.start:",
+            "1 -> 0",
+        ): "numbers that follow the first ones alone become one range: those after others stay apart",
+    },
     "within_pages.py": {
         (_GLANCE, "LtE -> Lt"): "a glance that does not see enough leaves the answer to `_fit`",
         ("self._let_take(owner, 0, row.num_cached)", "0 -> 1"): "a new owner holds no page that it could share",

@@ -570,6 +570,15 @@ def test_requests_that_mean_nothing_are_refused(request_, rule):
         list(engine_of().run([[3, 4], request_], max_new_tokens=2, seed=0))
 
 
+def test_rows_are_counted_up_to_the_last_number():
+    """After row 2**32 - 2 there is one more."""
+    named = stand.Request([3, 4], rows=[2**32 - 2])
+    run = engine_of().run([named, [5, 6]], max_new_tokens=2, seed=0)
+    assert sorted(one.row for one in run) == [2**32 - 2, 2**32 - 1]
+    with pytest.raises(ValueError, match="got 4294967296 after the run's largest"):
+        list(engine_of().run([named, [5, 6], [5, 6]], max_new_tokens=2, seed=0))
+
+
 @pytest.mark.parametrize("row", [0, 3, 4, 6, 7, 9, 20])
 def test_numbers_of_rows_that_were_counted_between_named_ones_are_taken(row):
     named = [[3, 4], stand.Request([3, 4], rows=[2]), [5, 6], stand.Request([3, 4], rows=[5]), [5, 6], [5, 6]]

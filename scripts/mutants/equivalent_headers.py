@@ -27,7 +27,13 @@ _CHAIN = "if (settings_.width == 1 && blender_.size > 0) {"
 _AGES = "for (int32_t age = lookup_->reach() - 1; age >= 0; --age)"
 _LAST = "const float last = PRICE * rows / std::max(1, budget);"
 
+_WINNER = "for (int32_t i = 1; i < size(set); ++i) winner = entries[i].arrival < entries[winner].arrival ? i : winner;"
+_ARRIVAL = "entries[i].arrival = entries[i].weight > 0.0f ? arrival(entries[i].weight, uniform(key, node, i)) : NEVER;"
+
 OF_GROWTH: dict[tuple[str, str, str], str] = {
+    ("candidates.h", _WINNER, "1 -> 0"): "the first entry is compared with itself",
+    ("candidates.h", _WINNER, "< -> <= #2"): _EQUAL,
+    ("candidates.h", _ARRIVAL, "> -> >="): "divided by a weight of 0 an arrival is infinite, as NEVER is",
     ("frontier.h", "num_places_ = 0;", "0 -> 1"): "one place stays unused",
     ("frontier.h", "size_t num_places_ = 0;", "0 -> 1"): "`clear` sets it",
     ("frontier.h", "return mine != its ? mine < its : token > other.token;", "> -> >="): "no two items are alike",

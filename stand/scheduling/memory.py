@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,9 @@ def admission(
     """
     if max_rows is not None:
         max_rows = whole_number("max_rows", max_rows, "leave it out for as many rows as memory holds")
+        if max_rows > (backend.most_rows or max_rows):
+            most = f"max_rows must be at most {backend.most_rows} for {backend.name} steps here"
+            warnings.warn(f"{most}, got {max_rows}; the others wait (engine.backend.most_rows)", stacklevel=5)
     token_bytes, size = bytes_per_token(model), backend.page_size
     least = token_bytes * (size or 1)
     if max_cache_bytes is not None and not (is_number(max_cache_bytes) and max_cache_bytes >= least):

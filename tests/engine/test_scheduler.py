@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -568,6 +569,17 @@ def test_one_prompt_is_no_list_of_requests(requests):
 def test_requests_that_mean_nothing_are_refused(request_, rule):
     with pytest.raises(ValueError, match=rule):
         list(engine_of().run([[3, 4], request_], max_new_tokens=2, seed=0))
+
+
+def test_more_rows_than_steps_hold_are_told(monkeypatch):
+    engine = engine_of()
+    monkeypatch.setattr(type(engine.backend), "most_rows", 3)
+    with pytest.warns(UserWarning, match="max_rows must be at most 3 for sdpa steps here, got 4; the others wait"):
+        output = engine.generate(PROMPTS, **SETTINGS, max_rows=4)
+    assert len(output.token_ids) == 9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.generate(PROMPTS, **SETTINGS, max_rows=3)
 
 
 def test_rows_are_counted_up_to_the_last_number():

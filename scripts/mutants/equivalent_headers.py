@@ -31,6 +31,11 @@ _WINNER = "for (int32_t i = 1; i < size(set); ++i) winner = entries[i].arrival <
 _ARRIVAL = "entries[i].arrival = entries[i].weight > 0.0f ? arrival(entries[i].weight, uniform(key, node, i)) : NEVER;"
 
 OF_GROWTH: dict[tuple[str, str, str], str] = {
+    (
+        "candidates.h",
+        "entries_.push_back(Entry{0.0, found.token, found.probability, weight});",
+        "0.0 -> 1.0",
+    ): "`start` sets arrivals before any is read",
     ("candidates.h", _WINNER, "1 -> 0"): "the first entry is compared with itself",
     ("candidates.h", _WINNER, "< -> <= #2"): _EQUAL,
     ("candidates.h", _ARRIVAL, "> -> >="): "divided by a weight of 0 an arrival is infinite, as NEVER is",

@@ -228,7 +228,7 @@ def _plain(name: str, value: object) -> object:
         value = value.item()
     if isinstance(value, (np.ndarray, torch.Tensor)):
         value = value.tolist()
-    if name in FRACTIONS and isinstance(value, Integral) and not isinstance(value, bool):
+    if name in FRACTIONS and isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     if name == "watermarking_config" and isinstance(value, dict):
         try:

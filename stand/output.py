@@ -25,7 +25,8 @@ class GenerationOutput:
         return len(self.token_ids)
 
     def of_prompt(self, prompt: int) -> list[int]:
-        """Row indices of the samples of one prompt."""
+        """Row indices of the samples of one prompt. Raises IndexError for one that the call had not."""
+        prompt = operator.index(prompt)
         if not 0 <= prompt < len(self) // self.num_return_sequences:
             number = len(self) // self.num_return_sequences
             raise IndexError(f"prompt must be in [0, {number}), got {prompt}; the call had so many prompts")

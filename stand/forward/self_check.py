@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ KEPT_NODE = 6  # of that tree
 LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
 STEP_TOLERANCE = 1e-4  # rules that differ in few tokens differ by little; rounding in 16 bits would hide that
 SMALLEST_MASK = 6e4  # about float16's largest number: models mask tokens with it, a larger one or an infinity
+_CHECKED: WeakKeyDictionary[PreTrainedModel, list[tuple[str, type]]] = WeakKeyDictionary()  # as `_kinds_of` says
 
 
 class UnsupportedModelError(ValueError):
@@ -46,10 +48,12 @@ def check_model(model: PreTrainedModel) -> None:
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
     _refuse_absent_weights(model)
-    refuse_unready(model)
+    _refuse_training(model)
+    _refuse_compiled(model)
     with exclusive(model), torch.autocast(input_device(model).type, enabled=False):
         _refuse_other_masks(model)
         _compare_forwards(model)
+    _CHECKED[model] = _kinds_of(model)
 
 
 def _refuse_other_masks(model: PreTrainedModel) -> None:
@@ -146,9 +150,17 @@ def _refuse_wrappers(model: object) -> None:
 
 
 def refuse_unready(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for what may have come over a model since it was wrapped."""
+    """Raise UnsupportedModelError for what may have come over a model since it was wrapped. One with other modules is
+    checked once more."""
     _refuse_training(model)
     _refuse_compiled(model)
+    if model in _CHECKED and _CHECKED[model] != _kinds_of(model):
+        check_model(model)
+
+
+def _kinds_of(model: PreTrainedModel) -> list[tuple[str, type]]:
+    """Of its modules, by name. A module of the same class computes the same, with other weights."""
+    return [(name, type(module)) for name, module in model.named_modules()]
 
 
 def _refuse_training(model: PreTrainedModel) -> None:

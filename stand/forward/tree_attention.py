@@ -7,6 +7,7 @@ and this function makes its own from the step's plan. It never leaves a model sw
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -173,11 +174,16 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
     if turns.thread == threading.get_ident():
         yield
         return
+    if turns.process != os.getpid() and (turns.line.locked() or turns.turn.locked()):
+        raise ValueError(
+            "a process must be forked while no thread runs the model, got one forked amid a call, which goes on in its "
+            "parent alone; fork earlier, or start processes by 'spawn'"
+        )
     with turns.line, turns.turn:
         pass  # who gives the turn back and wants it again comes behind those who wait
     with turns.turn:
         try:
-            turns.thread = threading.get_ident()
+            turns.thread, turns.process = threading.get_ident(), os.getpid()
             if _is_ours(model):  # an interrupt has left it there
                 _restore(turns.own)
             yield
@@ -191,6 +197,7 @@ class _Turns:
     def __init__(self) -> None:
         self.line, self.turn = threading.Lock(), threading.Lock()
         self.thread: int | None = None  # whose turn it is
+        self.process = os.getpid()  # of the thread that had the last turn
         self.own: list[tuple[PreTrainedConfig, str | None]] = []  # the attention that the user has chosen
 
 

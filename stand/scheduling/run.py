@@ -33,6 +33,10 @@ class Run(Iterator[Trajectory]):
         self._trajectories = self._decode()
 
     def __next__(self) -> Trajectory:
+        if self._trajectories.gi_running:
+            raise ValueError(
+                "a run must be asked by one caller at a time, got another one while it decodes; iterate in one thread"
+            )
         return next(self._trajectories)
 
     def close(self) -> None:

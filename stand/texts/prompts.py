@@ -109,6 +109,10 @@ class PromptReader:
             raise ValueError(
                 f"a prompt must be one list of token ids, got nested lists ({error}); flatten it"
             ) from error
+        if prompt.ndim > 1:
+            raise ValueError(
+                f"a prompt must be one list of token ids, got shape {prompt.shape}{place}; pass its rows one by one"
+            )
         if prompt.ndim != 1 or len(prompt) == 0:
             raise ValueError(
                 f"a prompt must hold at least one token, got shape {prompt.shape}{place}; start with the "
@@ -292,7 +296,7 @@ def _unpadded(row: object, mask: object) -> np.ndarray:
     if ids.shape != shown.shape or not np.isin(shown, (0, 1)).all():
         raise ValueError(
             f"attention_mask must hold 0 or 1 for every token, got shape {shown.shape} for {ids.shape} with values "
-            f"{np.unique(shown).tolist()[:4]}; pass it as the tokenizer gives it"
+            f"{list(dict.fromkeys(shown.ravel().tolist()))[:4]}; pass it as the tokenizer gives it"
         )
     places = np.flatnonzero(shown)
     if len(places) and places[-1] - places[0] + 1 != len(places):

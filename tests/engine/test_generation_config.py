@@ -5,6 +5,7 @@ A field that a later version adds fails here until it is put into one of the gro
 
 import re
 import warnings
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -394,3 +395,9 @@ def test_a_slip_of_the_pen_in_a_config_is_said():
     config.temprature = 0.2
     with pytest.warns(UserWarning, match="values that mean nothing to transformers or to this engine: temprature"):
         stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPT, generation_config=config)
+
+
+def test_fractions_are_numbers():
+    settings = {"input_ids": PROMPT, "do_sample": True, "max_new_tokens": 5, "seed": 0}
+    fraction, number = (engine().generate(**settings, top_h=share) for share in (Fraction(2, 5), 0.4))
+    assert fraction.token_ids == number.token_ids

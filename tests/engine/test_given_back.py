@@ -1,7 +1,9 @@
 """The model is the user's again after every block of an engine, interrupts or not."""
 
 import copy
+import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from tiny_models import tiny_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import stand
+from stand.forward import tree_attention as tree_attention_module
 from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.recurrent.layers import recurrent_forwards, recurrent_layers
-from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
+from stand.forward.tree_attention import ATTENTION_NAME, exclusive, tree_attention
 from stand.fusion.on_cpu import fuse_on_cpu
 
 
@@ -101,3 +104,35 @@ def test_inner_models_keep_the_attention_that_their_user_chose():
     with tree_attention(model):
         assert model.config.text_config._attn_implementation == ATTENTION_NAME
     assert [config._attn_implementation for config in before] == chosen
+
+
+def test_a_process_that_was_forked_amid_a_call_is_told(monkeypatch):
+    """In it nobody would give the turn back."""
+    model = copy.deepcopy(tiny_model("llama"))
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with exclusive(model):
+            has_begun.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has_begun.wait()
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    try:
+        with (
+            pytest.raises(ValueError, match="must be forked while no thread runs the model"),
+            exclusive(model),
+        ):
+            pass
+    finally:
+        monkeypatch.undo()
+        may_end.set()
+        thread.join()
+    with exclusive(model):
+        assert not tree_attention_module._TURNS[model].line.locked()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)  # forked while nobody runs it
+    with exclusive(model):
+        pass

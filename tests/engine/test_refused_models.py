@@ -345,3 +345,36 @@ def test_logits_beyond_the_vocabulary_are_refused():
     model.lm_head.weight = torch.nn.Parameter(torch.cat([weight, weight]))
     with pytest.raises(stand.UnsupportedModelError, match="must score the 61 tokens of its vocabulary, got 122"):
         stand.wrap(model)
+
+
+class Centred(torch.nn.Linear):
+    """What it makes of a token follows from the others of the forward."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states - states.mean(dim=-2, keepdim=True))
+
+
+class Renamed(torch.nn.Linear):
+    """Another class that computes the same."""
+
+
+@pytest.mark.parametrize("kind", [Centred, Renamed])
+def test_layers_that_were_exchanged_are_checked_once(kind, monkeypatch):
+    checks = []
+    compare = self_check._compare_forwards
+    monkeypatch.setattr(self_check, "_compare_forwards", lambda model: (checks.append(model), compare(model)))
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = stand.wrap(model)
+    engine.generate([3, 4], max_new_tokens=2)
+    assert len(checks) == 1
+    old = model.model.layers[0].mlp.up_proj
+    new = kind(old.in_features, old.out_features, bias=False)
+    new.load_state_dict(old.state_dict())
+    model.model.layers[0].mlp.up_proj = new
+    if kind is Renamed:
+        for _ in range(2):
+            engine.generate([3, 4], max_new_tokens=2)
+        assert len(checks) == 2
+    else:
+        with pytest.raises(stand.UnsupportedModelError, match="must equal plain forwards"):
+            engine.generate([3, 4], max_new_tokens=2)

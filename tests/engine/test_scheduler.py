@@ -582,6 +582,12 @@ def test_more_rows_than_steps_hold_are_told(monkeypatch):
         engine.generate(PROMPTS, **SETTINGS, max_rows=3)
 
 
+def test_a_run_has_one_caller_at_a_time():
+    run = engine_of().run([[3, 4]], max_new_tokens=8, seed=0, on_step=next)
+    with pytest.raises(ValueError, match="must be asked by one caller at a time"):
+        next(run)
+
+
 def test_rows_are_counted_up_to_the_last_number():
     """After row 2**32 - 2 there is one more."""
     named = stand.Request([3, 4], rows=[2**32 - 2])

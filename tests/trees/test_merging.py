@@ -147,7 +147,7 @@ def test_the_cap_holds_what_all_files_held(tmp_path):
 
 def test_what_cannot_be_merged_is_refused(tmp_path):
     one = saved(tmp_path, "one", walks(0))
-    for paths in ([], str(one), one):
+    for paths in ([], str(one), one, None, [BlendedLookup()], BlendedLookup()):
         with pytest.raises(ValueError, match="paths must be a list of one file or more, got"):
             merge_lookups(paths, tmp_path / "merged")
     for settings in ({"fingerprint": b"other"}, {"depth": 5}, {"fade": 0.9}, {"rate": 0.1}, {"num_candidates": 3}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
 from stand.trees.blended.lookup import MOST_ENTRIES, NUM_ODDS, BlendedLookup
 from stand.trees.checked_file import LookupFileError
 
+PATHS = (str, os.PathLike)
 LARGEST_WEIGHT = np.iinfo(np.uint16).max
 MOST_VISITS = np.iinfo(np.uint8).max
 SETTINGS = ("depth", "fade", "rate", "num_candidates", "fingerprint")
@@ -26,7 +27,7 @@ Entry = tuple[int, int, "int | None"]  # token, weight, and the context one toke
 
 
 def merge_lookups(
-    paths: Sequence[str | os.PathLike], path: str | os.PathLike, *, max_bytes: int | None = None
+    paths: Iterable[str | os.PathLike], path: str | os.PathLike, *, max_bytes: int | None = None
 ) -> BlendedLookup:
     """Merge saved `BlendedLookup`s into the file `path`, which may be one of them; returns what it holds, loaded.
 
@@ -37,8 +38,10 @@ def merge_lookups(
     Raises LookupFileError where a file is damaged, and where not all of the result fits under the cap; ValueError for
     no files, for files of several vocabularies or settings, and for a bad cap; OSError.
     """
-    if isinstance(paths, (str, os.PathLike)) or len(paths) == 0:
-        raise ValueError(f"paths must be a list of one file or more, got {paths!r}; list the files to merge")
+    is_list = isinstance(paths, Iterable) and not isinstance(paths, PATHS)
+    paths, given = list(paths) if is_list else [], paths
+    if not paths or not all(isinstance(one, PATHS) for one in paths):
+        raise ValueError(f"paths must be a list of one file or more, got {paths or given!r}; save lookups to list them")
     settings, needed, largest = _checked(paths)
     cap = max(largest, int(ROOM * needed)) if max_bytes is None else max_bytes
     BlendedLookup(max_bytes=cap)  # refuses a cap that no lookup may have

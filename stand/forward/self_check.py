@@ -159,8 +159,8 @@ def refuse_unready(model: PreTrainedModel) -> None:
 
 
 def _kinds_of(model: PreTrainedModel) -> list[tuple[str, type]]:
-    """Of its modules, by name. A module of the same class computes the same, with other weights."""
-    return [(name, type(module)) for name, module in model.named_modules()]
+    """Of its modules and weights, by name. Those of the same classes compute the same, with other numbers."""
+    return [(name, type(part)) for name, part in (*model.named_modules(), *model.named_parameters())]
 
 
 def _refuse_training(model: PreTrainedModel) -> None:

@@ -358,6 +358,22 @@ class Renamed(torch.nn.Linear):
     """Another class that computes the same."""
 
 
+class Wrapped(torch.Tensor):
+    """As quantised weights are: of a class of their own, in a layer of torch's."""
+
+
+def test_weights_of_another_class_are_checked(monkeypatch):
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = stand.wrap(model)
+    checks = []
+    monkeypatch.setattr(self_check, "_compare_forwards", checks.append)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Wrapped))
+    for _ in range(2):
+        engine.generate([3, 4], max_new_tokens=2)
+    assert checks == [model]
+
+
 @pytest.mark.parametrize("kind", [Centred, Renamed])
 def test_layers_that_were_exchanged_are_checked_once(kind, monkeypatch):
     checks = []

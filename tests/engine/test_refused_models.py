@@ -358,7 +358,7 @@ class Renamed(torch.nn.Linear):
     """Another class that computes the same."""
 
 
-class Wrapped(torch.Tensor):
+class Wrapped(torch.nn.Parameter):
     """As quantised weights are: of a class of their own, in a layer of torch's."""
 
 
@@ -368,7 +368,7 @@ def test_weights_of_another_class_are_checked(monkeypatch):
     checks = []
     monkeypatch.setattr(self_check, "_compare_forwards", checks.append)
     layer = model.model.layers[0].mlp.up_proj
-    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Wrapped))
+    layer.weight = Wrapped(layer.weight.detach())
     for _ in range(2):
         engine.generate([3, 4], max_new_tokens=2)
     assert checks == [model]

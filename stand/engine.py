@@ -233,7 +233,7 @@ class Engine:
 
         Raises ValueError for numbers that no step has.
         """
-        is_on_cpu = input_device(self.model).type == "cpu"
+        is_on_cpu, is_elsewhere = input_device(self.model).type == "cpu", self.backend.computes_elsewhere
         num_rows = whole_number("num_rows", num_rows, "1 is usual")
         length = whole_number("length", length, "1024 is usual")
         if seconds is not None and not (is_number(seconds) and 0 <= seconds < math.inf):
@@ -254,7 +254,7 @@ class Engine:
         sizes = {"num_rows": num_rows, "length": length}
         with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
             sizes |= {"most_tokens": most_tokens, "vocab_size": text_config(self.model).vocab_size}
-            clock = partial(self.backend.ranks.agreed, clock_of(is_elsewhere := self.backend.computes_elsewhere))
+            clock = partial(self.backend.ranks.agreed, clock_of(is_elsewhere))
             return measure_cost(run_step, **sizes, warms=is_elsewhere, seconds=seconds, clock=clock)
 
     def _new_call(

@@ -51,9 +51,8 @@ def is_split(model: Module) -> bool:
     must run every forward."""
     if tensor_group(model) is not None:
         return False
-    meshes = [getattr(part, "device_mesh", None) for part in model.parameters()] + [
-        getattr(model, "_device_mesh", None)
-    ]
+    meshes = [getattr(weight, "device_mesh", None) for weight in model.parameters()]
+    meshes.append(getattr(model, "_device_mesh", None))
     return (getattr(model, "_tp_size", None) or 1) > 1 or any(mesh is not None and mesh.size() > 1 for mesh in meshes)
 
 

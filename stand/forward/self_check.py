@@ -150,8 +150,8 @@ def _refuse_wrappers(model: object) -> None:
 
 
 def refuse_unready(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for what may have come over a model since it was wrapped. One with other modules is
-    checked once more."""
+    """Raise UnsupportedModelError for what may have come over a model since it was wrapped. One with modules or weights
+    of other classes is checked once more."""
     _refuse_training(model)
     _refuse_compiled(model)
     if model in _CHECKED and _CHECKED[model] != _kinds_of(model):

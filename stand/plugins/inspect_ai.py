@@ -147,11 +147,10 @@ class StandAPI(ModelAPI):
 
     Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
     `lookup`, a file that the drafter starts from; `share`, a folder in which processes tell each other what they learn
-    (`BlendedDrafter`); `save_lookup`, a file to write what it has learned to, every
-    few minutes and when the provider is closed or the process ends: inspect does not close what it was given by name.
-    Settings that are left out are the model's own, as `generation_config.json` has them. A seed, the provider's or a
-    call's own, fixes the random numbers, but which requests share a batch depends on time, so a run does not repeat
-    itself token for token.
+    (`BlendedDrafter`); `save_lookup`, a file to write what it has learned to, every few minutes and when the provider
+    is closed or the process ends: inspect does not close what it was given by name. Settings that are left out are the
+    model's own, as `generation_config.json` has them. A seed, the provider's or a call's own, fixes the random numbers,
+    but which requests share a batch depends on time, so a run does not repeat itself token for token.
 
     Raises ValueError by name for what cannot be served: tools, images, penalties, several choices, log-probabilities.
     """

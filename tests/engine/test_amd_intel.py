@@ -2,16 +2,15 @@
 
 import copy
 import importlib.util
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from plain_eagle import random_head
+from pretended_calls import PROMPTS, tokens_of
 from pretended_device import Elsewhere, OnArc, OnRocm, OnXpu, move_to, pretended
 from tiny_models import tiny_model
-from transformers import PreTrainedModel
 
 import stand
 from stand import backend
@@ -27,9 +26,9 @@ from stand.forward.devices import is_nvidia
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
-PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
-GREEDY = {"temperature": 0.0, "repetition_penalty": 1.2, "min_new_tokens": 6}
-SAMPLED = {"temperature": 0.8, "top_p": 0.9}
+CALL = {"max_new_tokens": 10, "max_rows": 3}
+GREEDY = {**CALL, "temperature": 0.0, "repetition_penalty": 1.2, "min_new_tokens": 6}
+SAMPLED = {**CALL, "temperature": 0.8, "top_p": 0.9}
 ROOMY = 1 << 40
 OBSTACLES = {
     OnRocm: "the kernels are for NVIDIA GPUs, got a torch that is built for ROCm",
@@ -76,16 +75,6 @@ def untried(monkeypatch) -> None:
     """No kernel may be tried."""
     for name in ("_kernel_failure", "_fused"):
         monkeypatch.setattr(backend, name, lambda *_, **__: pytest.fail("kernels were tried"))
-
-
-def tokens_of(model: PreTrainedModel, drafter: stand.Drafter, **settings: object) -> list[list[int]]:
-    engine = stand.wrap(model, drafter=drafter)
-    assert str(engine.backend) == "sdpa"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # greedy rows are all equal
-        return engine.generate(
-            input_ids=PROMPTS, max_new_tokens=10, seed=3, num_return_sequences=2, max_rows=3, **settings
-        ).token_ids
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])

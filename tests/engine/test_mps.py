@@ -1,16 +1,15 @@
 """On an Apple chip's GPU, as far as that is known without one: it has no 64-bit floats, and the system's memory."""
 
 import copy
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from plain_eagle import random_head
 from plain_streams import random_streams
+from pretended_calls import PROMPTS, tokens_of
 from pretended_device import OnMps, move_to, pretended
 from tiny_models import CONFIGS, tiny_model
-from transformers import PreTrainedModel
 
 import stand
 from stand.forward.cache import tree_cache
@@ -18,9 +17,9 @@ from stand.forward.cache.tree_cache import CacheMemoryError, available_bytes, ch
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, get_verifier
 
-PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
-GREEDY = {"temperature": 0.0, "repetition_penalty": 1.2, "min_new_tokens": 6}
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "no_repeat_ngram_size": 3}
+CALL = {"fuse": False, "max_new_tokens": 14}
+GREEDY = {**CALL, "temperature": 0.0, "repetition_penalty": 1.2, "min_new_tokens": 6}
+SAMPLED = {**CALL, "temperature": 0.8, "top_p": 0.9, "top_k": 30, "no_repeat_ngram_size": 3}
 DRAFTERS = {  # for a model: what drafts, and the module that lies beside the model
     "lookup": lambda model: (stand.BlendedDrafter(budget=12), None),
     "model": lambda model: (stand.ModelDrafter(other := copy.deepcopy(model)), other),
@@ -35,16 +34,6 @@ def memory(monkeypatch):
     """Metal recommends 1000 bytes at most; torch has taken 300 of them, and uses 200."""
     for name, nbytes in (("recommended_max", 1000), ("driver_allocated", 300), ("current_allocated", 200)):
         monkeypatch.setattr(torch.mps, f"{name}_memory", lambda nbytes=nbytes: nbytes)
-
-
-def tokens_of(model: PreTrainedModel, drafter: stand.Drafter, **settings: object) -> list[list[int]]:
-    engine = stand.wrap(model, drafter=drafter, fuse=False)
-    assert str(engine.backend) == "sdpa"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # greedy rows are all equal
-        return engine.generate(
-            input_ids=PROMPTS, max_new_tokens=14, seed=3, num_return_sequences=2, **settings
-        ).token_ids
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -125,9 +125,10 @@ class EagerBackend:
 
 
 class CapturedBackend:
-    """The step as one graph of this project's kernels. Calls with processors, of a model with hooks, of one whose
-    latents got another projection than a plain matrix, or of a drafter that learns more tokens of a node than a
-    recorded step returns take eager steps over the same pages; calls inside torch.autocast take eager steps in rooms.
+    """The step as one graph of this project's kernels, or as two with a call's logits processors between them. Calls
+    of a model with hooks, of one whose latents got another projection than a plain matrix, or of a drafter that learns
+    more tokens of a node than a recorded step returns take eager steps over the same pages; calls inside torch.autocast
+    take eager steps in rooms.
 
     Should a captured step fail during a call, the call and all later ones go on with eager steps, later ones in rooms:
     `name` becomes "sdpa" and `reason` says why.
@@ -204,7 +205,7 @@ class CapturedBackend:
         obstacle = self._obstacle_of(start)
         if obstacle is not None:
             warnings.warn(f"steps are eager in this call: {obstacle}", stacklevel=2)
-        if obstacle is not None or start.law.has_processors or start.law.needs_scores:
+        if obstacle is not None or start.law.needs_scores:
             if self._previous is not None and self._previous.is_free:
                 self._previous.dissolve()  # admission has counted its pool as free
                 self._previous = None

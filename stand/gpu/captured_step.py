@@ -1,9 +1,10 @@
-"""One decoding step as one graph: packet up, forward, laws, verification, compaction, verdict down.
+"""One decoding step as one graph, or two: packet up, forward, laws, verification, compaction, verdict down.
 
     host      draft | fill packet | replay ......  learn the step before  ...... | read verdict | commit | draft ...
     stream                        [ packet -> model -> laws -> rule -> compaction -> verdict ]
     side                                                                           [ best tokens -> host ]
 
+Where a call has logits processors the graph ends before the laws. They run as in eager steps; a second graph goes on.
 A rider's tails (`stand.gpu.tails`) run between the verdict and the commit, and the host waits for them too.
 The host waits once per step, for the verdict. The best tokens of all nodes, which the lookup learns from, follow
 on a side stream while the host drafts, and are learned one step late; where a drafter requires features, before the
@@ -69,7 +70,9 @@ class CapturedStep:
         default: a new one."""
         self._model = model
         self._state: ModelState | None = None  # of the model when the call began
-        self._law = law
+        self._law = TargetLaw(law.params)  # what is recorded
+        self._processing = law if law.has_processors else None  # between the two parts of a step
+        self._is_split = law.has_processors
         self._verifier = verifier
         self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)
         self._num_rows = num_rows
@@ -78,7 +81,8 @@ class CapturedStep:
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._has_states = bool(recurrent_layers(model))  # which take memory by places, as the call has counted them
-        self._output = StepOutput(model, num_rows, wants_features=wants_features, rider=rider)
+        asked = {"wants_features": wants_features, "rider": rider, "has_processors": self._is_split}
+        self._output = StepOutput(model, num_rows, **asked)
         self.runner = runner_for(model.device) if runner is None else runner
         self._forwards = SwappedForwards(model, fusion)
         self._tails = (
@@ -91,9 +95,10 @@ class CapturedStep:
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best tokens that a recording would overwrite
         self._num_scored = 0
         self._batch: DraftBatch | None = None  # of the last step prepared
-        self._live: LiveRows | None = None  # of the last forward
+        self._live: LiveRows | None = None  # whose drafts they are
         self._verdicts: Verdicts | None = None
         self._is_undecided = False  # a step was launched whose verdict has not come
+        self.law_error: Exception | None = None  # that a processor has raised
         self._lesson: Callable[[], None] | None = None  # of the step before, for the time while the device works
 
     @property
@@ -113,7 +118,7 @@ class CapturedStep:
         has_features = self._output.features is not None
         return (
             self._output.suits(self._model)
-            and start.law.params == self._law.params
+            and (start.law.params, start.law.has_processors) == (self._law.params, self._is_split)
             and start.verifier is self._verifier
             and (start.num_places == self._num_rows if self._has_states else start.num_places <= self._num_rows)
             and self._output.has_splits_of(start.num_places)
@@ -128,13 +133,16 @@ class CapturedStep:
         with self._forwards.block():
             yield
 
-    def begin(self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None) -> None:
+    def begin(
+        self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None, law: TargetLaw | None = None
+    ) -> None:
         """A call begins with these rows, which are still to enter; keys: any of a prompt of this model; pages: says
-        whose page is whose.
+        whose page is whose; law: with the call's own processors, default: those it was made with.
 
         The pool of the call before stays where it is large enough and no larger than the call allows, and what is
         recorded stays where the model is as it was."""
         self._follow_model()
+        self._processing = self._processing if law is None else law
         beside = {"num_tokens": NUM_TOKENS[-1], "num_places": self._num_rows}
         lower_limit(pages, rows, self._model, **beside, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
@@ -176,8 +184,7 @@ class CapturedStep:
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """The whole step, up to the verdict; what the step before showed is learned while the device works."""
-        self._live = live
-        self._prepare(batch, live.lengths, self._places(live.rows), noise, rows=live.rows)
+        self._prepare(batch, live, noise)
         self.launch()
         self.finish()
         self._verdicts = self.verdicts()
@@ -211,7 +218,7 @@ class CapturedStep:
 
     def close(self) -> None:
         """The rows are gone; the cache and what is recorded stay, for a further call."""
-        self._lesson = None
+        self._lesson = self._processing = self._live = self.law_error = None
         self.runner.wait_for_step()  # one that was interrupted reads its packet yet, which may be filled or go
         self.runner.wait_for_best()  # else they might come after the memory has gone to somebody else
 
@@ -234,17 +241,14 @@ class CapturedStep:
 
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         """Fill the packet of this step, recording it first where its size is new."""
-        live = LiveRows.of(rows)
-        self._prepare(batch, live.lengths, self._places(rows), noise, rows=rows)
+        self._prepare(batch, LiveRows.of(rows), noise)
 
     def _places(self, rows: Sequence[Row]) -> np.ndarray:
         """[B] int64: where their keys lie in the cache."""
         return np.array([self._place_of[row.index] for row in rows], dtype=np.int64)
 
-    def _prepare(
-        self, batch: DraftBatch, lengths: np.ndarray, places: np.ndarray, noise: VerifierNoise, *, rows: Sequence[Row]
-    ) -> None:
-        """lengths [B]: committed tokens; places [B]: rows of the cache; int64."""
+    def _prepare(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
+        lengths, places = live.lengths, self._places(live.rows)
         self._verifier.check_draft(batch)
         most_nodes = max(batch.sizes.tolist())  # of a few numbers, faster than numpy
         if most_nodes > MAX_ROW_NODES:
@@ -252,12 +256,12 @@ class CapturedStep:
                 f"a captured step takes at most {MAX_ROW_NODES} nodes of a row, got {most_nodes}; lower the budget or "
                 "wrap the model with backend='sdpa'"
             )
-        self._table.extend(rows, lengths, batch.offsets, places, before_moving=self._forget)
+        self._table.extend(live.rows, lengths, batch.offsets, places, before_moving=self._forget)
         met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1])
         self.body, self._program = self._by_nodes.get(met) or self._recorded_for(*met)
         self.body.packet.fill(batch, lengths, places, self._table)
         self._rule.fill(self.body.packet.host, batch, noise)
-        self._batch = batch
+        self._batch, self._live = batch, live
 
     def _recorded_for(self, *met: int) -> tuple[StepBody, Program]:
         """What serves drafts as in `_size`."""
@@ -277,15 +281,31 @@ class CapturedStep:
         )
 
     def launch(self) -> None:
+        """The prepared step, up to the processors where the law has some."""
         self._is_undecided = True
-        self.runner.step(self._program)
+        (self.runner.forward if self._is_split else self.runner.step)(self._program)
 
     def verdicts(self) -> Verdicts:
+        """Of the launched step; before them its processors run."""
+        if self._is_split:
+            self._process()
+            self.runner.step(self._program)
         self.runner.wait(self._program)
         self._unread, self._num_scored = None, self._batch.num_nodes
         stops, next_tokens = self._output.verdict(len(self._batch))
         self._is_undecided = False
         return Verdicts(kept_paths(stops, self._batch.parents, self._batch.offsets), next_tokens)
+
+    def _process(self) -> None:
+        """What processors make of the scores. Their errors are no failures of the step, but for a lack of memory."""
+        scores = self._output.scores[: self._batch.num_nodes]
+        try:
+            scores.copy_(self._processing.process(scores, self._batch, self._live.rows))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.law_error = error
+            raise
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         """Nothing: the graph has moved the keys."""
@@ -342,7 +362,8 @@ class CapturedStep:
         body = StepBody(
             self._model, self._table.cache, self._law, self._rule, packet, self._output, swap=self._forwards.swap
         )
-        self._recorded[size] = body, self.runner.record(body.run, body.find_best)
+        parts = (body.decide, body.find_best, body.score) if self._is_split else (body.run, body.find_best)
+        self._recorded[size] = body, self.runner.record(*parts)
         return self._recorded[size]
 
     def _follow_model(self) -> None:

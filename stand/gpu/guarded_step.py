@@ -94,7 +94,7 @@ class GuardedStep:
                     model, law, verifier, num_rows=start.num_places, fusion=fusion,
                     wants_features=start.wants_features, rider=start.rider, runner=runner,
                 )  # fmt: skip
-            captured.begin(start.keys, start.rows, start.pages)
+            captured.begin(start.keys, start.rows, start.pages, law)
         except Exception as error:
             step = cls(None, new_eager, begun_anew, on_failure)
             step._go_on(in_rooms(start.rows), error)
@@ -116,15 +116,15 @@ class GuardedStep:
             self._attention = None
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
-        """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error. What
-        only a captured step does not hold is decoded by eager ones."""
+        """A ValueError is no failure of the device, the step refuses what it was given; nor is an error of a lesson or
+        a logits processor. What only a captured step does not hold is decoded by eager ones."""
         self._end_ride(live.rows)
         if self.captured is not None:
             try:
                 return self.captured.forward(batch, live, noise)
             except Exception as error:
                 is_refusal = isinstance(error, ValueError) and not isinstance(error, StepLimitError)
-                if is_refusal or error is self._lesson_error:
+                if is_refusal or error in (self._lesson_error, self.captured.law_error):
                     raise
                 self._fall_back(live.rows, error)
         self._step.forward(batch, live, noise)

@@ -31,13 +31,14 @@ class Program:
 
     step: Body
     best: Body
+    forward: Body | None = None  # what comes first where the host acts between it and `step`
 
 
 class Runner(Protocol):
-    """Used in this order: step, wait, wait_for_best."""
+    """Used in this order: forward where the program has one, step, wait, wait_for_best."""
 
-    def record(self, step: Body, best: Body) -> Program:
-        """Make both bodies ready to run often. They are run a few times: their packet must hold padding alone."""
+    def record(self, step: Body, best: Body, forward: Body | None = None) -> Program:
+        """Make the bodies ready to run often. They are run a few times: their packet must hold padding alone."""
 
     def record_alone(self, body: Body) -> Body:
         """The same for a body that runs between two steps."""
@@ -48,14 +49,17 @@ class Runner(Protocol):
     def forget(self) -> None:
         """Nothing that was recorded so far will run again, and nobody holds it."""
 
+    def forward(self, program: Program) -> None:
+        """Start the first part of a step, on the stream that is then current."""
+
     def step(self, program: Program) -> None:
-        """Start a step."""
+        """Start a step, or the rest of it."""
 
     def wait(self, program: Program) -> None:
         """Until its verdict has arrived; then its best tokens are on their way."""
 
     def wait_for_step(self) -> None:
-        """Until the last step that was started is over, whether anybody waits for its verdict or not."""
+        """Until the last step that was started, or a part of it, is over, whether anybody waits for it or not."""
 
     def wait_for_best(self) -> None:
         """Until the best tokens of the last step waited for have arrived."""
@@ -68,8 +72,8 @@ def runner_for(device: torch.device) -> Runner:
 class DirectRunner:
     """Calls the bodies, everything in order."""
 
-    def record(self, step: Body, best: Body) -> Program:
-        return Program(step, best)
+    def record(self, step: Body, best: Body, forward: Body | None = None) -> Program:
+        return Program(step, best, forward)
 
     def record_alone(self, body: Body) -> Body:
         return body
@@ -79,6 +83,9 @@ class DirectRunner:
 
     def forget(self) -> None:
         pass
+
+    def forward(self, program: Program) -> None:
+        program.forward()
 
     def step(self, program: Program) -> None:
         program.step()
@@ -109,8 +116,11 @@ class GraphRunner:
         self._learnable = torch.cuda.Event()
         self._alone = torch.cuda.Event()
 
-    def record(self, step: Body, best: Body) -> Program:
-        return Program(*self._captured(step, best))
+    def record(self, step: Body, best: Body, forward: Body | None = None) -> Program:
+        if forward is None:
+            return Program(*self._captured(step, best))
+        forward, step, best = self._captured(forward, step, best)
+        return Program(step, best, forward)
 
     def record_alone(self, body: Body) -> Body:
         return self._captured(body)[0]
@@ -126,11 +136,11 @@ class GraphRunner:
         """The next graphs get a pool of their own: torch takes one whose graphs are all gone for freed."""
         self._pool = torch.cuda.graph_pool_handle()
 
+    def forward(self, program: Program) -> None:
+        self._start(program.forward)
+
     def step(self, program: Program) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._learnable)
-        program.step()
-        self._decided.record(stream)
+        self._start(program.step)
 
     def wait(self, program: Program) -> None:
         with torch.cuda.stream(self._side):
@@ -144,6 +154,12 @@ class GraphRunner:
 
     def wait_for_best(self) -> None:
         self._learnable.synchronize()
+
+    def _start(self, body: Body) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._learnable)
+        body()
+        self._decided.record(stream)
 
     def _captured(self, *bodies: Body) -> list[Body]:
         """Graphs of bodies that follow each other."""

@@ -1,18 +1,21 @@
 """Does the captured step do on this device what the host does? Asked once, on the loaded weights, before it is used.
 
-One recorded and replayed step per law, over drafts of more than a tile after more keys than a split holds, against the
-eager forward, the direct body, and the host's law, rule and bookkeeping.
+One recorded and replayed step per law, and one in two parts with a penalty between them, over drafts of more than a
+tile after more keys than a split holds, against the eager forward, the direct body, and the host's law, rule and
+bookkeeping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import taken_features
@@ -25,6 +28,7 @@ from stand.forward.tree_attention import tree_attention
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import has_one_type
 from stand.gpu.kernels.launch import interpreter_obstacle
+from stand.laws.processors import ProcessorChain
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import LiveRows, Row
 from stand.trees import ROOT, DraftBatch, DraftTree
@@ -35,24 +39,26 @@ BEST = 4  # of a node's best tokens
 TINY = 1e-30  # below any state that says something
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=0.6, top_p=0.95)
+PENALTY = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSize:
-    """Per row its committed tokens and its nodes; and the laws that are tried."""
+    """Per row its committed tokens and its nodes; the laws that are tried, by themselves and behind a penalty."""
 
     lengths: tuple[int, ...]
     nodes: tuple[int, ...]
     laws: tuple[SamplingParams, ...]
+    penalised: tuple[SamplingParams, ...] = ()
 
     def within(self, context: int | None) -> CheckSize:
         """Shorter rows where the model's context ends earlier."""
         most = max((context or 2**31) - max(self.nodes), 1)
-        return CheckSize(tuple(min(length, most) for length in self.lengths), self.nodes, self.laws)
+        return replace(self, lengths=tuple(min(length, most) for length in self.lengths))
 
 
 # 70 nodes: several tiles of every size, a second word of ancestors. 600 keys: several splits.
-FULL = CheckSize((600, 6), (70, 7), (GREEDY, FILTERED))
+FULL = CheckSize((600, 6), (70, 7), (GREEDY, FILTERED), (FILTERED,))
 INTERPRETED = CheckSize((6,), (7,), (GREEDY,))  # the interpreter takes minutes for the full one
 
 
@@ -74,7 +80,8 @@ def kernel_failure(
     size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
     asked = {"wants_features": wants_features, "rider": rider}
     check = StepCheck(model, verifier, size.within(max_positions(model)), **asked)
-    return next(filter(None, map(check.failure, size.laws)), None)
+    failures = chain(map(check.failure, size.laws), map(partial(check.failure, penalty=PENALTY), size.penalised))
+    return next(filter(None, failures), None)
 
 
 class StepCheck:
@@ -112,9 +119,10 @@ class StepCheck:
             self._guesses = None if rider is None else self._guesses_at_nodes(rider)
 
     @torch.inference_mode()
-    def failure(self, params: SamplingParams) -> str | None:
-        """What a step under this law gets wrong, or None."""
-        batch, law = self._batch, TargetLaw(params)
+    def failure(self, params: SamplingParams, penalty: float = 1.0) -> str | None:
+        """What a step under this law, behind a repetition penalty if that is not 1, gets wrong, or None."""
+        batch, processors = self._batch, [] if penalty == 1.0 else [RepetitionPenaltyLogitsProcessor(penalty)]
+        law = TargetLaw(params, processors=ProcessorChain(processors) if processors else None)
         asked = {"wants_features": self._wants_features, "rider": self._rider}
         step = CapturedStep(self._model, law, self._verifier, num_rows=len(batch) + 1, fusion=None, **asked)
         step.begin(self._keys, self._rows)
@@ -130,7 +138,9 @@ class StepCheck:
             guesses = None if self._rider is None else step.guesses(LiveRows.of(self._rows), verdicts.accepted)
         differences = {
             "logits must equal those of eager attention": relative_difference(logits.float(), self._eager),
-            "laws of a replayed step must be those of its logits": _law_difference(laws, logits, law),
+            "laws of a replayed step must be those of its logits": _law_difference(
+                laws, law.process(logits, batch, self._rows), law
+            ),
             "the keys kept must be those of the kept path": _moved_difference(
                 step.written(batch.num_nodes), written, batch, verdicts
             ),
@@ -194,10 +204,10 @@ class StepCheck:
             known = BRANCHES * known + 1
 
 
-def _law_difference(laws: torch.Tensor, logits: torch.Tensor, law: TargetLaw) -> float:
+def _law_difference(laws: torch.Tensor, scores: torch.Tensor, law: TargetLaw) -> float:
     """Largest distance in total variation of `laws` [M, V] to the host's, probabilities sorted: of equally probable
     tokens a filter may keep others."""
-    scores = logits.float() if law.params.is_greedy else law.warp(logits.float())
+    scores = scores if law.params.is_greedy else law.warp(scores)
     own, expected = laws.sort(dim=1).values, torch.softmax(scores, dim=1).sort(dim=1).values
     return float((own - expected).abs().sum(dim=1).max()) / 2
 

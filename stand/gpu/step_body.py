@@ -40,7 +40,13 @@ class StepOutput:
     best tokens on the host. No two steps run at once."""
 
     def __init__(
-        self, model: PreTrainedModel, num_rows: int, *, wants_features: bool = False, rider: Rider | None = None
+        self,
+        model: PreTrainedModel,
+        num_rows: int,
+        *,
+        wants_features: bool = False,
+        rider: Rider | None = None,
+        has_processors: bool = False,
     ):
         config = text_config(model)
         self._dtype, self._device, self._limits = model.dtype, model.device, limits_of(model.device)
@@ -49,6 +55,7 @@ class StepOutput:
         self._tilings: dict[int, tuple[Tiling, ...]] = {}  # by the tokens of the longest row
         self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
+        self.scores = torch.zeros_like(self.laws) if has_processors else None  # theirs, before and after
         self.rider = rider
         self.features: torch.Tensor | None = None  # [most, D]: last hidden states, where they are wanted
         self.watched: torch.Tensor | None = None  # [most, D]: what the rider sees of the forward
@@ -197,10 +204,26 @@ class StepBody:
         self._scan: KernelScan | None = None  # between a forward and its verdict, where layers keep states
 
     def run(self) -> None:
-        """Packet up, forward, laws, verification, compaction, recurrent states, verdict down."""
+        """All of the step, where nothing runs between its two parts."""
         self.packet.upload()
+        self._decide(self.forward())
+
+    def score(self) -> None:
+        """The first part: packet up, forward; the logits lie in the output's `scores` then."""
+        self.packet.upload()
+        self._scores.copy_(self.forward())
+
+    def decide(self) -> None:
+        """The second part, of what lies in the output's `scores`."""
+        self._decide(self._scores)
+
+    @property
+    def _scores(self) -> torch.Tensor:
+        return self._output.scores[: self.packet.size.num_tokens]
+
+    def _decide(self, logits: torch.Tensor) -> None:
+        """Laws, verification, compaction, recurrent states, verdict down."""
         step = self.packet.device
-        logits = self.forward()
         laws = self._output.laws[: self.packet.size.num_tokens]
         self._fill_laws(laws, logits)
         verdict = self._output.device_verdict.of_width(self.packet.size.num_words * WORD_BITS)

@@ -13,6 +13,8 @@ import torch
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as library
 
+from stand.laws.node import Node, nodes_of
+from stand.laws.seen_tokens import SeenTokens
 from stand.own_copy import own_copy
 from stand.row import Row
 from stand.trees import DraftBatch
@@ -103,20 +105,6 @@ def _arguments(processor: object) -> tuple[list[str], bool]:
     return names, len(names) <= 2
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A node of a step's drafts, with what was drafted before it."""
-
-    place: int  # in the packed batch
-    parent: int  # its parent's place; a root's own
-    row: Row
-    path: tuple[int, ...]  # draft tokens from the row's pending token down to the node itself
-
-    def prefix(self) -> np.ndarray:
-        """[L] int64: the row's tokens and the path."""
-        return np.concatenate([self.row.history, np.array(self.path, dtype=np.int32)]).astype(np.int64)
-
-
 class ProcessorChain:
     """Runs the processors of each request in their order.
 
@@ -136,6 +124,10 @@ class ProcessorChain:
             if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
         }
         self._num_stateful = max(self._per_row, default=-1) + 1  # up to the last of these
+        self._may_forbid = any(
+            type(processor) not in WITHOUT_PREFIX and not _asks_which_tokens(processor) for processor in first
+        )
+        self._seen = SeenTokens()
 
     def admit(self, request: int, processors: Sequence[LogitsProcessor], *, end_ids: Iterable[int] = ()) -> None:
         """Those of a further request. Raises ValueError where they are not of the same kinds."""
@@ -151,6 +143,7 @@ class ProcessorChain:
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """The row has ended, and with the last one its request."""
+        self._seen.forget(row)
         for per_row in self._per_row.values():
             per_row.forget(row, is_last=is_last)
         if is_last:
@@ -163,11 +156,11 @@ class ProcessorChain:
         Where processors leave no law below a token that they forbid or that ends the row, the raw ones stay: plain
         decoding asks nothing there.
         """
-        nodes = self._nodes(batch, rows) if self._has_prefixes else []
+        nodes = nodes_of(batch, rows) if self._has_prefixes else []
         processed = self._by_depth(scores, nodes) if self._num_stateful else scores
         later = range(self._num_stateful, len(self._kinds))
         processed = self._run(later, processed, nodes, request=rows[0].request)
-        unasked = self._unasked(processed, nodes)
+        unasked = self._unasked(processed, nodes) if self._may_forbid else []
         if unasked:
             best = processed[unasked].amax(dim=1).tolist()
             broken = [place for place, score in zip(unasked, best, strict=True) if not math.isfinite(score)]
@@ -214,23 +207,12 @@ class ProcessorChain:
             elif place in self._per_row:
                 scores = self._per_row[place](scores, nodes)
             elif _asks_which_tokens(processor):
-                scores = processor(_padded(nodes, scores.device), scores)
+                scores = processor(self._seen.prefixes(nodes, scores.device), scores)
             else:
                 scores, groups = scores.clone(), groups or _groups(nodes, scores.device)
                 for (owner, _), (lines, prefixes) in groups.items():
                     scores[lines] = self.by_request[owner][place](prefixes, scores[lines])
         return scores
-
-    def _nodes(self, batch: DraftBatch, rows: Sequence[Row]) -> list[Node]:
-        """All nodes of the packed drafts of `rows`, parents before children."""
-        nodes: list[Node] = []
-        offsets = batch.offsets.tolist()
-        for row, first, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
-            for place in range(first, end):
-                parent = first + int(batch.parents[place]) if place > first else first
-                path = (*nodes[parent].path, int(batch.token_ids[place])) if place > first else ()
-                nodes.append(Node(place, parent, row, path))
-        return nodes
 
 
 def _names(kinds: Sequence[type]) -> str:
@@ -241,15 +223,6 @@ def _asks_which_tokens(processor: LogitsProcessor) -> bool:
     """Whether it only asks which tokens a prefix holds: then prefixes of all lengths may share one call."""
     is_penalty = type(processor) is library.RepetitionPenaltyLogitsProcessor
     return is_penalty and processor.prompt_ignore_length is None
-
-
-def _padded(nodes: Sequence[Node], device: torch.device) -> torch.Tensor:
-    """Prefixes [M, longest] int64, each filled up with its own first token."""
-    prefixes = [node.prefix() for node in nodes]
-    padded = np.empty((len(nodes), max(map(len, prefixes))), dtype=np.int64)
-    for line, prefix in zip(padded, prefixes, strict=True):
-        line[: len(prefix)], line[len(prefix) :] = prefix, prefix[0]
-    return torch.from_numpy(padded).to(device)
 
 
 def _groups(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
@@ -264,6 +237,15 @@ def _groups(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int]
 
 
 @dataclass(slots=True)
+class _Calls:
+    """What a step asked of a row's processor, behind `length` tokens."""
+
+    length: int
+    begun: LogitsProcessor  # as it was before, and stays: a captured step that fails is done again
+    copies: dict[tuple[int, ...], LogitsProcessor] = field(default_factory=dict)  # by node: after its call
+
+
+@dataclass(slots=True)
 class PerRow:
     """A processor that may keep a state, called with one row at a time as plain decoding of that row would call it.
 
@@ -273,7 +255,7 @@ class PerRow:
     """
 
     by_request: dict[int, LogitsProcessor]
-    _last: dict[int, tuple[int, dict[tuple[int, ...], LogitsProcessor]]] = field(default_factory=dict)  # by row index
+    _last: dict[int, _Calls] = field(default_factory=dict)  # by row index
 
     def __post_init__(self) -> None:
         _copy(self.by_request[0])
@@ -282,13 +264,10 @@ class PerRow:
         """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children."""
         scores = scores.clone()
         for line, node in enumerate(nodes):
-            if node.path:
-                copies = self._last[node.row.index][1]
-                processor = _copy(copies[node.path[:-1]])
-            else:
-                processor, copies = self._continued(node), {}
-                self._last[node.row.index] = len(node.row.history), copies
-            copies[node.path] = processor
+            if not node.path:
+                self._begin(node.row)
+            calls = self._last[node.row.index]
+            processor = calls.copies[node.path] = _copy(calls.copies[node.path[:-1]] if node.path else calls.begun)
             input_ids = torch.from_numpy(node.prefix())[None].to(scores.device)
             processed = processor(input_ids, scores[line][None])
             scores[line] = _checked_scores(processed, processor, scores.shape[1])
@@ -300,12 +279,13 @@ class PerRow:
         if is_last:
             self.by_request.pop(row.request, None)
 
-    def _continued(self, node: Node) -> LogitsProcessor:
-        """What the call before the row's pending token left behind."""
-        if node.row.index not in self._last:
-            return _copy(self.by_request[node.row.request])
-        length, copies = self._last.pop(node.row.index)
-        return copies[tuple(node.row.history[length:-1].tolist())]
+    def _begin(self, row: Row) -> None:
+        """A step of the row, behind what the last one left at its pending token; or the same one again."""
+        last = self._last.get(row.index)
+        begun = self.by_request[row.request] if last is None else last.begun
+        if last is not None and last.length < len(row.history):
+            begun = last.copies[tuple(row.history[last.length : -1].tolist())]
+        self._last[row.index] = _Calls(len(row.history), begun)
 
 
 def _copy(processor: LogitsProcessor) -> LogitsProcessor:

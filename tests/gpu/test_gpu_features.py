@@ -87,10 +87,11 @@ def test_a_heads_drafts_are_those_of_eager_steps(verifier, settings):
     assert outputs[0].stats.num_draft_tokens == outputs[1].stats.num_draft_tokens > 50
 
 
-def test_penalties_take_eager_steps_with_features():
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}])
+def test_steps_in_two_parts_and_eager_ones_have_features(asked):
     drafters = [Watched() for _ in range(2)]
     for name, drafter in zip(("sdpa", "triton"), drafters, strict=True):
-        decode(name, drafter, repetition_penalty=1.3)
+        decode(name, drafter, **asked)
     assert_same_lessons(drafters)
 
 

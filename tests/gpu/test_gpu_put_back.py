@@ -29,6 +29,7 @@ PROMPT = np.random.default_rng(1).integers(3, 40, 75).tolist()  # a whole page o
 SETTINGS = {
     "num_return_sequences": 8, "max_new_tokens": 70, "stop_token_ids": [], "temperature": 1.0, "top_k": 0, "seed": 3,
 }  # fmt: skip
+HOT = {"temperature": 2e4, "top_p": 0.9}  # filters of so hot a law take eager steps
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +187,7 @@ def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):
         assert pages.num_pages == limit
 
 
-def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
+def test_eager_steps_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
     """Admission counts what the call before has left as free."""
     pools, free = WeakSet(), cap_of(120)
     new = page_table.DeviceCache.__init__
@@ -198,14 +199,15 @@ def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
     engine, settings = engine_of(), {**SETTINGS, "max_new_tokens": 437, "stop_token_ids": list(range(61))}
     for module, name in ((free_memory, "available_bytes"), (device_cache, "_free_bytes")):
         monkeypatch.setattr(module, name, left)
-    for penalty in (1.0, 1.2, 1.0, 1.2):
-        engine.generate(PROMPT, **settings, repetition_penalty=penalty)
-        assert str(engine.backend) == "triton" and bool(engine.backend.held_bytes) == (penalty == 1.0)
+    for asked in ({}, HOT, {}, HOT):
+        engine.generate(PROMPT, **{**settings, **asked})
+        assert str(engine.backend) == "triton" and bool(engine.backend.held_bytes) == (not asked)
 
 
-def test_penalties_under_a_cap(expected):
-    """Eager steps over a pool of their own."""
-    settings = {**SETTINGS, "repetition_penalty": 1.2}
+@pytest.mark.parametrize("asked", [HOT, {"repetition_penalty": 1.2}], ids=["eager", "penalties"])
+def test_other_steps_under_a_cap(expected, asked):
+    """Eager ones over a pool of their own, and captured ones in two parts."""
+    settings = {**SETTINGS, **asked}
     wanted = engine_of(captured=False).generate(PROMPT, **settings, max_rows=8).token_ids
     output = engine_of().generate(PROMPT, **settings, max_cache_bytes=cap_of(11))
     assert output.token_ids == wanted != expected and output.stats.num_put_back > 1

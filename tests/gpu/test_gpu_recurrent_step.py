@@ -93,9 +93,10 @@ def test_a_failure_goes_on_with_the_same_states(family, part, monkeypatch):
         assert engine.generate(PROMPTS, **PAIR.settings, max_rows=4).token_ids == expected
 
 
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}])
 @pytest.mark.parametrize("family", EACH)
-def test_penalties_take_eager_steps_over_the_pool(family):
-    eager, other = PAIR.both(family, repetition_penalty=1.3, captured={"max_rows": 3}, verifier="match")
+def test_steps_in_two_parts_and_eager_ones_over_the_pool(family, asked):
+    eager, other = PAIR.both(family, **asked, captured={"max_rows": 3}, verifier="match")
     assert other.token_ids == eager.token_ids
 
 

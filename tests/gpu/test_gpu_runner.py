@@ -126,6 +126,25 @@ def test_a_replay_warms_up_and_captures_on_one_stream_of_its_own(cuda):
     assert streams[0] == streams[2] != streams[1]
 
 
+def test_a_step_in_two_parts_is_captured_in_the_order_in_which_it_runs(cuda):
+    """The second part reads what the first one has left in their common memory."""
+    replay = GraphRunner(DEVICE)
+    bodies = {name: lambda name=name: cuda.log.append((name, cuda.stream)) for name in ("step", "best", "forward")}
+    program = replay.record(**bodies)
+    order = ["forward", "step", "best"]
+    captures = [kind for name in order for kind in ("capture", name)]
+    assert [kind for kind, _ in cuda.log] == order * WARM_UP_RUNS + captures
+    waits, events = [], []
+    cuda.waited = waits.append
+    replay._decided = SimpleNamespace(record=lambda stream: events.append(stream.name), synchronize=lambda: None)
+    cuda.log.clear()
+    replay.forward(program)
+    assert events == ["caller"]  # so that an interrupt between the parts waits for the first one
+    replay.step(program)
+    assert cuda.log == [("replay", "caller")] * 2 and events == ["caller"] * 2
+    assert waits == [replay._learnable] * 2  # the best tokens of the step before
+
+
 def captures_of(cuda, work) -> set[str]:
     """The streams that `work` captures on."""
     cuda.log.clear()

@@ -136,6 +136,12 @@ def test_it_sees_pages_that_are_not_looked_up(plain_kernels, roomy, monkeypatch)
     assert "must equal those of eager attention" in kernel_failure(roomy, size=FULL)
 
 
+def test_it_sees_processors_that_are_left_out(plain_kernels, roomy, monkeypatch):
+    """A second part that is given the first one's scores as they were."""
+    monkeypatch.setattr(captured_step.CapturedStep, "_process", lambda step: None)
+    assert "laws of a replayed step must be those" in kernel_failure(roomy, size=FULL)
+
+
 def stays_at_the_root(drawn, laws, token_ids, parents, follows, offsets, stops, next_tokens, is_broken, path):
     """A verdict that keeps nothing, whatever was drawn."""
     stops.copy_(offsets[:-1])

@@ -110,8 +110,9 @@ def test_fused_modules_change_nothing():
     assert_same(decode("sdpa", alone, **few), decode("triton", alone, fuse=True, **few))
 
 
-def test_penalties_take_eager_steps_over_the_pool():
-    assert_same(*(decode(name, alone, repetition_penalty=1.3) for name in ("sdpa", "triton")))
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}])
+def test_steps_in_two_parts_and_eager_ones_over_the_pool(asked):
+    assert_same(*(decode(name, alone, **asked) for name in ("sdpa", "triton")))
 
 
 def test_what_the_rider_sees_is_not_kept_with_it():

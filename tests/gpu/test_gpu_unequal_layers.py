@@ -71,9 +71,10 @@ def test_pools_that_grow_keep_their_keys(plain_kernels, family, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_steps_over_the_pool(plain_kernels, family, monkeypatch):
-    """With a penalty, and after a failure."""
-    eager, other = PAIR.both(family, repetition_penalty=1.3, verifier="match", captured={"max_rows": 3})
-    assert other.token_ids == eager.token_ids
+    """With filters of a hot law, and after a failure; and steps in two parts, with a penalty."""
+    for asked in ({"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}):
+        eager, other = PAIR.both(family, **asked, verifier="match", captured={"max_rows": 3})
+        assert other.token_ids == eager.token_ids
     expected = PAIR.engine_of(family, verifier="match").generate(PROMPTS, **PAIR.settings).token_ids
     monkeypatch.setattr(CapturedStep, "launch", failing_after(4, CapturedStep.launch, RuntimeError("gone")))
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):

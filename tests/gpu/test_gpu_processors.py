@@ -1,0 +1,211 @@
+"""Logits processors between the two parts of a captured step: the tokens of eager steps, whatever they do and whatever
+fails."""
+
+import gc
+import weakref
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as library
+
+pytest.importorskip("triton")
+
+from failures import failing_after
+from plain_kernels import use_plain_kernels
+from tiny_models import kernel_model
+
+import stand
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.pooled_step import PooledStep
+from stand.gpu.runner import DirectRunner
+from stand.laws.sampling import TargetLaw
+
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
+SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 30, "temperature": 0.6, "top_k": 0, "seed": 4, "learn": False}
+
+
+class Counting(LogitsProcessor):
+    """Remembers its calls: each token that follows an odd number of them is raised."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        raised = scores.clone()
+        raised[:, self.num_calls % scores.shape[1]] += 2.0 + self.num_calls % 2
+        return raised
+
+
+class Failing(LogitsProcessor):
+    """Ends in an error behind so many tokens."""
+
+    def __init__(self, error, length):
+        self.error, self.length = error, length
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.length:
+            raise self.error
+        return scores
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch):
+    use_plain_kernels(monkeypatch)
+
+
+@pytest.fixture
+def captured_only(monkeypatch):
+    """No eager step runs in a captured backend's calls."""
+    monkeypatch.setattr(PooledStep, "starting", None)
+
+
+@cache
+def taught_lookup() -> stand.BlendedLookup:
+    """It has read samples of the model; nothing here teaches it more, since captured steps learn a step later."""
+    lookup = stand.BlendedLookup()
+    engine = stand.wrap(kernel_model("qwen2"), drafter=stand.BlendedDrafter(lookup, budget=16), backend="sdpa")
+    engine.generate(input_ids=PROMPTS, num_return_sequences=3, max_new_tokens=60, temperature=0.4, seed=1)
+    return lookup
+
+
+def engine_of(name, *, verifier="match"):
+    drafter = stand.BlendedDrafter(taught_lookup(), budget=16)
+    return stand.wrap(kernel_model("qwen2"), verifier=verifier, backend=name, drafter=drafter, fuse=False)
+
+
+def generate(name, *, verifier="match", **settings):
+    engine = engine_of(name, verifier=verifier)
+    output = engine.generate(input_ids=PROMPTS, **{**SETTINGS, **settings})
+    assert str(engine.backend) == name
+    return output
+
+
+CHAINS = {
+    "penalty": {"repetition_penalty": 1.3},
+    "greedy": {"repetition_penalty": 1.3, "temperature": 0.0},
+    "filters": {"repetition_penalty": 1.1, "temperature": 1.0, "top_p": 0.8, "top_k": 12},
+    "forbidden": {"no_repeat_ngram_size": 2, "bad_words_ids": [[3], [4, 5]], "min_new_tokens": 5},
+    "suppressed": {"suppress_tokens": [*range(10, 40)], "sequence_bias": [[[7], 4.0], [[9, 8], -9.0]]},
+    "typical": {"typical_p": 0.8, "temperature": 1.2},
+    "stateful": {"logits_processors": [Counting()], "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("verifier", ["match", "coupled", "traversal"])
+def test_tokens_are_those_of_eager_steps(captured_only, verifier, chain):
+    eager, captured = (generate(name, verifier=verifier, **CHAINS[chain]) for name in ("sdpa", "triton"))
+    assert captured.token_ids == eager.token_ids != generate("sdpa", verifier=verifier).token_ids
+    assert captured.stats.num_steps == eager.stats.num_steps
+
+
+def test_drafts_are_accepted(captured_only):
+    output = generate("triton", num_return_sequences=8, repetition_penalty=1.05, temperature=0.3)
+    assert output.stats.mean_acceptance_length > 1.1
+
+
+def test_graphs_serve_other_processors_of_a_later_call(captured_only, monkeypatch):
+    """The same graphs, the later call's own penalty; a call without any has graphs of its own."""
+    made = []
+    new = CapturedStep.__init__
+    engine = engine_of("triton")
+    monkeypatch.setattr(
+        CapturedStep, "__init__", lambda step, *given, **asked: made.append(1) or new(step, *given, **asked)
+    )
+    found = [
+        engine.generate(input_ids=PROMPTS, **SETTINGS, repetition_penalty=penalty).token_ids
+        for penalty in (1.2, 1.9, 1.0)
+    ]
+    assert len(made) == 2
+    assert found == [generate("sdpa", repetition_penalty=penalty).token_ids for penalty in (1.2, 1.9, 1.0)]
+
+
+def test_requests_have_their_own_processors(captured_only):
+    requests = [
+        stand.Request(input_ids, stop_token_ids=ends)
+        for input_ids, ends in zip([*PROMPTS, [9, 9, 9]], ([3], [4], [5]), strict=True)
+    ]
+    settings = {**SETTINGS, "min_new_tokens": 6, "repetition_penalty": 1.2, "max_rows": 2}
+    found = {
+        name: sorted((one.row, one.token_ids) for one in engine_of(name).run(requests, **settings))
+        for name in ("sdpa", "triton")
+    }
+    assert found["triton"] == found["sdpa"]
+
+
+@pytest.mark.parametrize("error", [KeyError("theirs"), RuntimeError("theirs"), ValueError("theirs")])
+def test_an_error_of_a_processor_is_raised_and_is_none_of_the_steps(captured_only, error):
+    engine = engine_of("triton")
+    with pytest.raises(type(error), match="theirs"):
+        engine.generate(input_ids=PROMPTS, **SETTINGS, logits_processors=[Failing(error, 12)])
+    assert str(engine.backend) == "triton"
+    again = engine.generate(input_ids=PROMPTS, **SETTINGS, repetition_penalty=1.2)
+    assert len(again.token_ids) == 4
+
+
+def test_a_lack_of_memory_for_processors_is_a_failure_of_the_step(monkeypatch):
+    expected = generate("sdpa", **CHAINS["penalty"])
+    engine = engine_of("triton")
+    lacking = failing_after(5, TargetLaw.process, torch.OutOfMemoryError("none is left"), times=1)
+    monkeypatch.setattr(TargetLaw, "process", lacking)
+    with pytest.warns(UserWarning, match="none is left; decoding goes on with eager steps"):
+        found = engine.generate(input_ids=PROMPTS, **SETTINGS, **CHAINS["penalty"])
+    assert found.token_ids == expected.token_ids and str(engine.backend) == "sdpa"
+
+
+@pytest.mark.parametrize("chain", ["stateful", "forbidden"])
+@pytest.mark.parametrize("part", ["forward", "step"])
+def test_a_step_that_fails_is_done_again(monkeypatch, part, chain):
+    """Also behind its processors, which have seen its nodes then."""
+    expected = generate("sdpa", **CHAINS[chain])
+    engine = engine_of("triton")
+    failing = failing_after(6, getattr(DirectRunner, part), RuntimeError("gone"))
+    monkeypatch.setattr(DirectRunner, part, failing)
+    with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
+        found = engine.generate(input_ids=PROMPTS, **SETTINGS, **CHAINS[chain])
+    assert found.token_ids == expected.token_ids
+
+
+def test_a_processor_is_not_kept_behind_its_call(captured_only):
+    engine, processor = engine_of("triton"), Counting()
+    engine.generate(input_ids=PROMPTS, **SETTINGS, logits_processors=[processor])
+    left = weakref.ref(processor)
+    del processor
+    gc.collect()
+    assert left() is None
+
+
+def test_what_the_step_before_showed_is_learned_before_processors_wait(captured_only, monkeypatch):
+    """They may wait for the scores; the lesson does not."""
+    events, expected = [], generate("triton", **CHAINS["penalty"])
+    process, finish, forward = TargetLaw.process, CapturedStep.finish, DirectRunner.forward
+    monkeypatch.setattr(TargetLaw, "process", lambda *given: events.append("process") or process(*given))
+    monkeypatch.setattr(CapturedStep, "finish", lambda step: events.append("finish") or finish(step))
+    monkeypatch.setattr(DirectRunner, "forward", lambda *given: events.append("forward") or forward(*given))
+    assert generate("triton", **CHAINS["penalty"]).token_ids == expected.token_ids
+    assert events[:9] == ["forward", "finish", "process"] * 3
+
+
+def test_a_penalty_takes_few_bytes_up(captured_only, monkeypatch):
+    """Not whole texts, node by node."""
+    sizes = []
+    up = torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: sizes.append(array.nbytes) or up(array))
+    prompt = np.random.default_rng(0).integers(0, 50, 300).tolist()
+    engine = engine_of("triton")
+    monkeypatch.setattr(engine.model.config, "max_position_embeddings", 2048)
+    engine.generate(input_ids=[prompt], **SETTINGS, **CHAINS["penalty"])
+    of_steps = sizes[len(sizes) // 2 :]
+    assert of_steps and max(of_steps) < 8 * 300
+
+
+def test_transformers_penalty_asks_which_tokens_a_prefix_holds_and_no_more():
+    """What lets distinct tokens stand for a text."""
+    scores = torch.linspace(-2, 2, 50)[None]
+    penalty = library.RepetitionPenaltyLogitsProcessor(1.7)
+    text = torch.tensor([[3, 41, 3, 3, 9, 41]])
+    assert torch.equal(penalty(text, scores), penalty(torch.tensor([[41, 9, 3, 3, 3]]), scores))

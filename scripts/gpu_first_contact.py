@@ -116,6 +116,10 @@ class Contact:
     def top_p(self) -> str:
         return self._compared(self.model, temperature=0.6, top_p=0.95)
 
+    def penalty(self) -> str:
+        """Steps in two graphs."""
+        return self._compared(self.model, temperature=0.6, repetition_penalty=1.1)
+
     def growth(self) -> str:
         """Rows outgrow the page table and the pool, and all graphs are made anew."""
         from unittest.mock import patch
@@ -307,8 +311,8 @@ class Contact:
 
 
 PIECES = (
-    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "growth", "head", "streams", "products",
-    "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
+    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "growth", "head", "streams",
+    "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The middle of a decoding step: a forward over the drafts and the verdict on them; two ways to run it.
 
-`EagerStep` runs on every device, operation by operation. `stand.gpu.captured_step` replays one graph.
+`EagerStep` runs on every device, operation by operation. `stand.gpu.captured_step` replays graphs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plain decoding, end to end: this engine at one token per step in four ways, and transformers' generate, on one model.
+"""Plain decoding, end to end: this engine at one token per step in five ways, and transformers' generate, on one model.
 
 Figures are tokens per second of all rows behind the prompt: the time of a call for a single token is taken off.
 """
@@ -19,8 +19,9 @@ from stand.backend import Backend, CapturedBackend, EagerBackend
 
 OURS, EAGER, COMPILED = "stand, no drafts", "generate, eager", "generate, static + compile"
 FILTERED, UNFUSED, SDPA = "stand, top_p", "stand, fuse=False", "stand, backend=sdpa"
+PENALISED = "stand, repetition_penalty"
 SLOW = (EAGER, SDPA)
-TEMPERATURE, TOP_P = 0.6, 0.95
+TEMPERATURE, TOP_P, PENALTY = 0.6, 0.95, 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,17 @@ class DecodeSizes:
 
 FULL = DecodeSizes(
     cells=(
-        (OURS, 1, 2048), (EAGER, 1, 2048), (FILTERED, 1, 2048), (UNFUSED, 1, 2048), (SDPA, 1, 2048), (OURS, 8, 2048),
-        (EAGER, 8, 2048), (FILTERED, 8, 2048), (OURS, 1, 16384), (EAGER, 1, 16384), (OURS, 4, 2048), (EAGER, 4, 2048),
-        (OURS, 16, 2048), (EAGER, 16, 2048),
+        (OURS, 1, 2048), (EAGER, 1, 2048), (FILTERED, 1, 2048), (PENALISED, 1, 2048), (UNFUSED, 1, 2048),
+        (SDPA, 1, 2048), (OURS, 8, 2048), (EAGER, 8, 2048), (FILTERED, 8, 2048), (OURS, 1, 16384), (EAGER, 1, 16384),
+        (PENALISED, 1, 16384), (OURS, 4, 2048), (EAGER, 4, 2048), (OURS, 16, 2048), (EAGER, 16, 2048),
     ),
     compiled_cells=((COMPILED, 1, 2048),),
     generated=128,
     slowly_generated=32,
 )  # fmt: skip
 SMOKE = DecodeSizes(
-    cells=tuple((engine, 1, 5) for engine in (OURS, EAGER, FILTERED, UNFUSED, SDPA)), compiled_cells=(), generated=3,
-    slowly_generated=3,
+    cells=tuple((engine, 1, 5) for engine in (OURS, EAGER, FILTERED, PENALISED, UNFUSED, SDPA)), compiled_cells=(),
+    generated=3, slowly_generated=3,
 )  # fmt: skip
 
 
@@ -82,6 +83,7 @@ class DecodeBench:
         self._engines: dict[str, Callable[[list[list[int]], int], int]] = {
             OURS: self._with_stand,
             FILTERED: partial(self._with_stand, top_p=TOP_P),
+            PENALISED: partial(self._with_stand, penalty=PENALTY),
             UNFUSED: partial(self._with_stand, backend=CapturedBackend(bench.model, "not fused")),
             SDPA: partial(self._with_stand, backend=EagerBackend(bench.model, "asked for")),
             EAGER: self._with_generate,
@@ -123,7 +125,13 @@ class DecodeBench:
         return time.perf_counter() - start, result
 
     def _with_stand(
-        self, prompts: list[list[int]], count: int, *, top_p: float = 1.0, backend: Backend | None = None
+        self,
+        prompts: list[list[int]],
+        count: int,
+        *,
+        top_p: float = 1.0,
+        penalty: float = 1.0,
+        backend: Backend | None = None,
     ) -> int:
         """backend: in place of the engine's own, for this call."""
         engine = self.bench.engine
@@ -132,7 +140,7 @@ class DecodeBench:
         try:
             output = engine.generate(
                 input_ids=prompts, max_new_tokens=count, temperature=TEMPERATURE, top_k=0, top_p=top_p,
-                stop_token_ids=[], seed=0, draft=False,
+                repetition_penalty=penalty, stop_token_ids=[], seed=0, draft=False,
             )  # fmt: skip
             if engine.backend.name != name:
                 raise RuntimeError(f"the back end must stay {name}, got {engine.backend}: {engine.backend.reason}")

@@ -25,6 +25,7 @@ from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_mo
 from tiny_models import CONFIGS, SHAPE, kernel_model
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
+from transformers.generation import logits_process as library
 from unequal_models import new_deepseek, new_gemma4, unequal_model
 
 import stand
@@ -51,7 +52,10 @@ from stand.gpu.packets.step_size import StepSize
 from stand.gpu.step_body import StepBody, StepOutput
 from stand.gpu.tails import TailBody, Tails
 from stand.gpu.tuning.attention_tiles import PAGE_SIZE
+from stand.laws.processors import ProcessorChain
 from stand.laws.sampling import SamplingParams, TargetLaw
+from stand.row import Row
+from stand.trees import DraftBatch, DraftTree
 
 NUM_ROWS, ROOM = 2, 128
 MANY_ROWS = 200  # more than give an H100 a program per key head: none is split
@@ -116,8 +120,9 @@ def fake_table(
 
 def run_body(
     family: str, rule: str, law: SamplingParams, *, fusion=None, model=None, num_rows: int = NUM_ROWS,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, is_split: bool = False,
 ) -> None:  # fmt: skip
+    """is_split: in two parts, as where processors run between them."""
     model = kernel_model(family) if model is None else model
     # experts are multiplied in groups, without a wait, in bfloat16 only
     dtype = torch.bfloat16 if hasattr(model.config, "num_experts_per_tok") else dtype
@@ -128,7 +133,7 @@ def run_body(
         fake = onto_fake_device(fake)
         table = fake_table(fake.config, dtype, *kept)
         verification = GreedyRule() if law.is_greedy else RULES[rule]()
-        output = StepOutput(fake, num_rows)
+        output = StepOutput(fake, num_rows, has_processors=is_split)
         size = StepSize.covering(13, num_rows, tilings=output.tilings(8), room=ROOM)
         filled = StepPacket(size, device, more=verification.fields(size), table=table)
         body = StepBody(fake, table.cache, TargetLaw(law), verification, filled, output)
@@ -138,7 +143,8 @@ def run_body(
             stack.enter_context(unexpanded_keys(fake))
             if fusion is not None:
                 stack.enter_context(mirrored(fusion, fake).active())
-            body.run()
+            for part in (body.score, body.decide) if is_split else (body.run,):
+                part()
             body.find_best()
 
 
@@ -336,6 +342,34 @@ def test_a_second_kernel_of_the_attention_is_counted(monkeypatch):
 @pytest.mark.parametrize("rule", RULES)
 def test_no_rule_and_no_law_waits(rule, law):
     run_body("qwen2", rule, LAWS[law])
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_no_part_of_a_step_in_two_parts_waits(law):
+    run_body("qwen2", "traversal", LAWS[law], is_split=True)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_no_part_waits_where_layers_keep_states(family):
+    run_body(family, "traversal", LAWS["plain"], model=recurrent_kernel_model(family), is_split=True)
+
+
+def processed_on_the_device(*processors):
+    """Scores of two rows' drafts, which lie on a device that cannot tell a number."""
+    rows = [Row(index, np.array([3, 4, 5], dtype=np.int32), 9) for index in range(2)]
+    tree = DraftTree.branching(np.array([5, 6, 7, 8], dtype=np.int32), 2)
+    law = TargetLaw(LAWS["plain"], processors=ProcessorChain(processors))
+    law.process(torch.zeros(8, 50, device="meta"), DraftBatch.concatenate([tree, tree]), rows)
+
+
+def test_a_penalty_waits_for_nothing():
+    processed_on_the_device(library.RepetitionPenaltyLogitsProcessor(1.3), library.SuppressTokensLogitsProcessor([9]))
+
+
+def test_a_processor_that_may_forbid_what_was_drafted_waits():
+    """Whether it did is read from the scores. Control of the test above."""
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        processed_on_the_device(library.ForcedBOSTokenLogitsProcessor(4))
 
 
 @pytest.mark.parametrize("family", CONFIGS)

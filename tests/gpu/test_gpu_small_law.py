@@ -16,6 +16,7 @@ from transformers.generation import logits_process as library
 
 import stand
 from stand.gpu import kernel_attention
+from stand.gpu.pooled_step import PooledStep
 from stand.trees import LookupTree, TreeShape
 from stand.verifiers import VerifierNoise
 
@@ -25,7 +26,15 @@ SETTINGS = {"temperature": 0.6, "top_k": 5, "top_p": 0.9, "min_p": 0.2}  # each 
 SHARPER = {"temperature": 0.3, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # so that thresholds lie between 0 and 1
 WRONG_ORDERS = ("tnkm", "kntm", "tmnk", "tkn", "tnm")
 MANY = pytest.param(20_000, marks=pytest.mark.slow)
+PENALTY = 3.0
 FALSE_ALARM = 1e-3
+
+
+class PromptPenalty(library.RepetitionPenaltyLogitsProcessor):
+    """Wrong: of the prompt alone."""
+
+    def __call__(self, input_ids, scores):
+        return super().__call__(input_ids[:, : len(PROMPT)], scores)
 
 
 def model():
@@ -33,8 +42,10 @@ def model():
 
 
 def exact_law(order: str):
-    """`order`: the letters of temperature, k, nucleus, min_p, as they run."""
+    """`order`: the letters of penalty, temperature, k, nucleus, min_p, as they run; w: one with another prefix."""
     made = {
+        "p": library.RepetitionPenaltyLogitsProcessor(PENALTY),
+        "w": PromptPenalty(PENALTY),
         "t": library.TemperatureLogitsWarper(SETTINGS["temperature"]),
         "k": library.TopKLogitsWarper(SETTINGS["top_k"]),
         "n": library.TopPLogitsWarper(SETTINGS["top_p"]),
@@ -44,10 +55,10 @@ def exact_law(order: str):
     return continuation_law(model(), PROMPT, chain, end=END, tokens=TOKENS)
 
 
-def counted(verifier: str, count: int, *, rows: int = ROWS, branching=(2, 1)) -> dict[tuple[int, ...], int]:
+def counted(verifier: str, count: int, *, rows: int = ROWS, branching=(2, 1), **more) -> dict[tuple[int, ...], int]:
     """How often each continuation came; drafts from a lookup that has read 200 of a sharper law and stays as it is."""
     lookup, shape = LookupTree(), TreeShape.from_branching(branching)
-    asked = {"input_ids": PROMPT, "stop_token_ids": [END], "max_new_tokens": TOKENS, **SETTINGS}
+    asked = {"input_ids": PROMPT, "stop_token_ids": [END], "max_new_tokens": TOKENS, **SETTINGS, **more}
     drafter = stand.FixedShapeDrafter(lookup, shape, kind="coupled" if verifier == "coupled" else "sampled")
     teacher = stand.wrap(model(), drafter=stand.FixedShapeDrafter(lookup, shape), backend="sdpa")
     teacher.generate(**{**asked, **SHARPER}, num_return_sequences=200, seed=10**6)
@@ -69,6 +80,18 @@ def test_continuations_follow_the_exact_law_and_another_order_is_seen(monkeypatc
     assert len(law) > 10 and sum(counts.values()) == count and {len(path) for path in counts} == {1, 2, 3}
     assert p_of_continuations(counts, law) > FALSE_ALARM
     for order in WRONG_ORDERS:
+        assert p_of_continuations(counts, exact_law(order)) < 1e-6, order
+
+
+@pytest.mark.parametrize("count", [3000, MANY])
+@pytest.mark.parametrize("verifier", ["traversal", "match", "coupled"])
+def test_continuations_behind_a_penalty_follow_the_exact_law(monkeypatch, verifier, count):
+    """Steps in two parts. Controls: no penalty, one behind the filters, one of the prompt alone."""
+    use_plain_kernels(monkeypatch)
+    monkeypatch.setattr(PooledStep, "starting", None)  # no eager step
+    counts = counted(verifier, count, repetition_penalty=PENALTY)
+    assert p_of_continuations(counts, exact_law("ptknm")) > FALSE_ALARM
+    for order in ("tknm", "tknmp", "wtknm"):
         assert p_of_continuations(counts, exact_law(order)) < 1e-6, order
 
 

@@ -19,7 +19,7 @@ from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device, is_nvidia, is_offloaded, tensor_group
 from stand.forward.latent_keys import expanding_layer
-from stand.forward.model import is_mixture, moving_ropes
+from stand.forward.model import is_mixture, waiting_ropes
 from stand.forward.model_state import foreign_hook
 from stand.forward.ranks import ALONE, Ranks, ranks_of
 from stand.forward.recurrent.layers import recurrent_layers
@@ -333,8 +333,8 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider 
         return obstacle
     if torch.backends.cuda.matmul.fp32_precision not in {"none", "ieee"}:
         return "TF32 is on, which rounds rotary positions; call torch.set_float32_matmul_precision('highest')"
-    if moving_ropes(model):  # their frequencies depend on the length: the host waits for it
-        return f"rotary positions of kind {', '.join(moving_ropes(model))} make the host wait"
+    if waiting_ropes(model):
+        return f"rotary positions of kind {', '.join(waiting_ropes(model))} make the host wait"
     if key_shape(model).are_expanded:
         return "layers keep less of a token than its keys, and would compute those of the whole pool in every step"
     return None

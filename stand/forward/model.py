@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from stand.forward.cache.cache_argument import cache_argument
@@ -16,6 +17,7 @@ from stand.forward.packed_plan import StepPlan, running
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")  # of them by a token
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # their number, by configurations
 MOVING_ROPES = frozenset({"dynamic", "longrope"})
+CHOOSING_ON_DEVICE = (5, 22)
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
 
 
@@ -60,6 +62,13 @@ def longrope_border(model: PreTrainedModel) -> int | None:
 def moving_ropes(model: PreTrainedModel) -> list[str]:
     """Its kinds of rotary positions whose frequencies depend on the longest position of a forward, by name."""
     return sorted({rope.get("rope_type") for rope in _ropes(model)} & MOVING_ROPES)
+
+
+def waiting_ropes(model: PreTrainedModel) -> list[str]:
+    """Those of `moving_ropes` for which the host waits to choose frequencies: LongRoPE chooses on the device from
+    transformers 5.22 on, into a buffer that stays where it is."""
+    release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    return [kind for kind in moving_ropes(model) if kind != "longrope" or release < CHOOSING_ON_DEVICE]
 
 
 def _ropes(model: PreTrainedModel) -> list[dict]:

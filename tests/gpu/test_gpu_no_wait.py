@@ -6,7 +6,7 @@ The packet goes up and the verdict comes down by copies that do not wait; everyt
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -24,7 +24,7 @@ from plain_streams import random_streams
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model
 from tiny_models import CONFIGS, SHAPE, kernel_model
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from transformers import AutoModelForCausalLM, Glm4MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Phi3Config
 from transformers.generation import logits_process as library
 from unequal_models import new_deepseek, new_gemma4, unequal_model
 
@@ -33,7 +33,7 @@ from stand.forward import latent_keys
 from stand.forward.cache.key_shape import LayerKeys, layer_keys
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.latent_keys import unexpanded_keys
-from stand.forward.model import run_plan
+from stand.forward.model import run_plan, waiting_ropes
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent.layers import recurrent_forwards
 from stand.forward.recurrent.states import LayerStates, RecurrentStates
@@ -375,6 +375,21 @@ def test_a_processor_that_may_forbid_what_was_drafted_waits():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_family_waits(family):
     run_body(family, "traversal", LAWS["plain"])
+
+
+def test_longrope_waits_only_where_its_kind_is_refused():
+    """As `waiting_ropes` says of this transformers."""
+    config = Phi3Config(
+        **{**SHAPE, "hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1},
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32,
+        },
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    expected = pytest.raises(DataDependentOutputException) if waiting_ropes(model) else nullcontext()
+    with expected:
+        run_body("phi3", "traversal", LAWS["plain"], model=model)
 
 
 @pytest.mark.parametrize("family", RECURRENT)

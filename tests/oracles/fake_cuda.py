@@ -28,12 +28,14 @@ def fake_cuda() -> Iterator[None]:
 
 
 def onto_fake_device(model: torch.nn.Module) -> torch.nn.Module:
-    """The same modules with parameters and buffers on the fake device; to be called inside `fake_cuda`."""
+    """The same modules with parameters, buffers and further tensors on the fake device; to be called inside
+    `fake_cuda`."""
     for module in model.modules():
         for name, own in [*module.named_parameters(recurse=False)]:
             fake = torch.empty(own.shape, dtype=own.dtype, device="cuda")
             module.register_parameter(name, torch.nn.Parameter(fake, requires_grad=False))
-        for name, own in [*module.named_buffers(recurse=False)]:
+        others = [(name, own) for name, own in vars(module).items() if isinstance(own, torch.Tensor)]
+        for name, own in [*module.named_buffers(recurse=False), *others]:
             setattr(module, name, torch.empty(own.shape, dtype=own.dtype, device="cuda"))
     return model
 

@@ -10,8 +10,9 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from stand.backend import Backend
-from stand.drafters.check import check_batch
+from stand.drafters.check import check_batch, check_within
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
+from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive
@@ -59,7 +60,8 @@ class Call:
         on_commit: told of every row's new tokens as they are kept. kept: prompts of earlier calls."""
         self.seed = seed
         self.stats = Stats()
-        self.scheduler = Scheduler(_same_on_all(backend.ranks, jobs), admission)
+        self._border = switching_length(model)  # of rows, see `stand.forward.long_factors`
+        self.scheduler = Scheduler(_same_on_all(backend.ranks, jobs), admission, border=self._border)
         self._model = model
         self._vocabulary_size = text_config(model).vocab_size
         self._backend = backend
@@ -148,8 +150,7 @@ class Call:
             self._own_seed = self._new_own_seed()
             self._prompts.begin()
         with self.stats.timed_prefill():
-            is_running = any(row.finish_reason is None for row in scheduler.live)
-            if is_running:
+            if scheduler.is_running():
                 self._prompts.allow_one_chunk()
             else:
                 self._prompts.allow_all()
@@ -257,7 +258,7 @@ class Call:
             rows=live.indices,
             steps=live.steps,
             problems=live.problems,
-            max_depths=live.max_depths,
+            max_depths=live.max_depths if self._border is None else live.depths_within(self._border),
             is_greedy=self._law.params.is_greedy,
             is_seeded=self._is_seeded,
             is_learning=self._is_learning,
@@ -266,6 +267,8 @@ class Call:
         )
         batch = self._backend.ranks.agreed(self._drafter.draft, request)
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)
+        if self._border is not None:
+            check_within(self._border, batch, request)
         if DEBUG:
             batch.check()
         return request, batch

@@ -15,7 +15,8 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Wat
 
 from stand.argument_checks import check_flags
 from stand.forward.devices import input_device
-from stand.forward.model import longrope_border, max_positions, text_config
+from stand.forward.long_factors import served_positions
+from stand.forward.model import longrope_border, text_config
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.texts.stop import as_strings
 
@@ -147,7 +148,7 @@ class GenerationSettings:
     def limits(self, model: PreTrainedModel, prompts: Sequence[np.ndarray]) -> list[int]:
         """New tokens that each prompt's rows may get: max_new_tokens, else max_length with the prompt in it, else as
         many as the model's context allows. Raises ValueError where that is none, or more than the context holds."""
-        context = max_positions(model)
+        context = served_positions(model)
         name = f"context of {context} tokens"
         if longrope_border(model) == context:
             name += " (further on its LongRoPE factors are others)"

@@ -28,3 +28,8 @@ class LiveRows:
         """A snapshot: `rows` itself may change afterwards."""
         histories, columns = gathered(rows)
         return cls(tuple(rows), histories, *columns)
+
+    def depths_within(self, border: int) -> np.ndarray:
+        """[B] int64: as `max_depths`, and no node of a row of at most `border` tokens is behind more than these."""
+        left = border - self.lengths - 1
+        return np.where(left < 0, self.max_depths, np.minimum(self.max_depths, left))

@@ -26,6 +26,20 @@ def check_most_nodes(drafter: Drafter, num_rows: int, backend: Backend) -> None:
         )
 
 
+def check_within(border: int, batch: DraftBatch, request: DraftRequest) -> None:
+    """Raise ValueError where a draft begins before the border and ends behind it: its nodes would be scored by factors
+    of another length, see `stand.forward.long_factors`."""
+    lengths = np.array([len(history) for history in request.histories])
+    ends = lengths + np.maximum.reduceat(batch.depths, batch.offsets[:-1])
+    crossing = (lengths <= border) & (ends > border)
+    if crossing.any():
+        row = int(crossing.argmax())
+        raise ValueError(
+            f"drafts of a LongRoPE model must end within {border} tokens where its factors change, got {lengths[row]} "
+            f"tokens and {ends[row] - lengths[row]} drafted ones; a drafter must heed request.max_depths"
+        )
+
+
 def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: int) -> None:
     """Raise ValueError unless there is a draft per row, its root the pending token, its tokens in the vocabulary, and
     every child's law a law that could have drawn it."""

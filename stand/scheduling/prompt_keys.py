@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import no_features, taken_features
+from stand.forward.long_factors import long_factors, switching_length
 from stand.forward.model import PROMPT_CHUNK, prefill_chunk
 from stand.forward.ranks import ALONE, Ranks
 from stand.forward.tree_attention import tree_attention
@@ -56,6 +57,7 @@ class PromptKeys:
         self._on_ready = on_ready
         self._kept = kept
         self._ranks = ranks
+        self._border = switching_length(model)
         self._age = NO_AGE  # as `kept` says when the call begins
         self._budget = 0.0
         self._prompts: dict[Hashable, Prefilled] = {}  # by what rows begin with
@@ -87,7 +89,8 @@ class PromptKeys:
             before = max(prompt.done, 0)
             taking = taken_features(self._model) if self._wants_features else nullcontext([])
             prompt.is_cut = True  # by an error or an interrupt, after which it is offered to later calls
-            with tree_attention(self._model), taking as features:
+            factors = long_factors(self._model) if prompt.is_beyond else nullcontext()
+            with tree_attention(self._model), taking as features, factors:
                 asked = {"row": 0, "takes_features": self._wants_features}
                 done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, **asked)
             prompt.features += features
@@ -114,7 +117,7 @@ class PromptKeys:
         """With what another prompt has behind whole chunks that it begins with, but for the last chunk, which tells
         that all are here. Recurrent states are known where they were noted: for the next one that parts from others in
         the same place, and for later calls behind the last whole chunk."""
-        prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1])
+        prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1], is_beyond=self._is_beyond(row))
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
         others = [*self._prompts.values(), *(() if self._kept is None else self._kept.of(self._age))]
         most = (row.num_cached - 1) // PROMPT_CHUNK
@@ -131,6 +134,9 @@ class PromptKeys:
         if self._kept is not None:
             prompt.noting.add(row.num_cached // PROMPT_CHUNK)
         return prompt
+
+    def _is_beyond(self, row: Row) -> bool:
+        return self._border is not None and len(row.history) > self._border
 
     def _is_of_use(self, source: Prefilled) -> bool:
         return bool(source.features) or not self._wants_features
@@ -149,5 +155,5 @@ class PromptKeys:
         for start in starts:
             self._admission.close(start)
             prompt = self._prompts.pop(start)
-            if self._kept is not None:
+            if self._kept is not None and not prompt.is_beyond:
                 self._kept.offer(prompt, self._age)

@@ -3,6 +3,7 @@ where memory runs out. No model, no clock."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,20 +39,24 @@ class Scheduler:
     """Places 0 .. len(live) - 1 are taken; between steps `settle` lets ended rows go and waiting ones in.
 
     Requests are read when a place is free for their first row, and one further request ahead, so that its prompt can
-    be prefilled in time. Rows start in the order of the requests; nobody overtakes. So a row that is put back, always
-    the one that started last, comes before all that have not started, and the first row of all always goes on.
+    be prefilled in time. Rows start in the order of the requests; nobody overtakes. So a row that is put back comes
+    before all that have not started. Where memory runs out, it is the one that started last, and the first row of all
+    always goes on.
 
     What a request ends in that cannot be read, or does not fit, is kept until the rows before it have ended: see
     `raise_failure`. No further request is read then.
     """
 
-    def __init__(self, jobs: Iterator[Job], admission: Admission):
+    def __init__(self, jobs: Iterator[Job], admission: Admission, *, border: int | None = None):
+        """border: tokens of a row behind which its keys are computed anew; no step has rows from both sides of it."""
         self.live: list[Row] = []  # by place
         self.ended: deque[tuple[Job, Row]] = deque()  # in the order in which they ended; the caller takes them out
         self._jobs = jobs
         self.admission = admission
         self.num_put_back = 0  # times that a row was
         self._put_back: list[Row] = []  # rows that wait for their return, the next one last
+        self._border = math.inf if border is None else border
+        self._is_beyond = False  # on which side of the border those lie that are live
         self._turns: dict[int, int] = {}  # by row that has started and not ended: its turn
         self._num_entered = 0
         self._waiting: Iterator[Row] = iter(())  # of the request that is next
@@ -105,27 +110,36 @@ class Scheduler:
         """Of a row that waits or is live."""
         return self._open[row.request]
 
+    def is_running(self) -> bool:
+        """Whether a live row goes on where it is."""
+        return any(row.finish_reason is None and not self._has_crossed(row) for row in self.live)
+
     def is_held(self) -> bool:
-        """Whether memory holds what the rows that go on may need in the next step."""
-        return self.admission.holds([row for row in self.live if row.finish_reason is None])
+        """Whether all rows that go on may take another step: memory holds what they need, and none has crossed the
+        border."""
+        going = [row for row in self.live if row.finish_reason is None]
+        return self.admission.holds(going) and not any(map(self._has_crossed, going))
 
     def has_memory_for(self, row: Row) -> bool:
         """Whether `row`, which waits, could start beside the rows that go on, were a place free."""
-        return self.admission.fits([other for other in self.live if other.finish_reason is None], row)
+        going = [other for other in self.live if other.finish_reason is None]
+        return self.admission.fits(going, row) and not (going and self._parts(row))
 
     def settle(
         self, ready: Callable[[Row], object | None], leave: Callable[[Row, int], None] = lambda row, place: None
     ) -> list[Change]:
-        """Let ended rows go, put rows back that memory does not hold, and let waiting ones in; what follows for the
-        places, in order.
+        """Let ended rows go, put rows back that memory does not hold or that have crossed the border, and let waiting
+        ones in; what follows for the places, in order.
 
         ready: the keys that a row begins with, or None where they are still to come; then nobody enters. leave: told
         before of every row that has ended or was put back, with its place, where its keys are of no further use: the
         memory that they give back is what the keys of those who wait are computed into.
         """
         going = [row for row in self.live if row.finish_reason is None]
+        for row in [row for row in going if self._has_crossed(row)]:
+            self._send_back(row, going)
         while len(going) > 1 and not self.admission.holds(going):
-            self._put_youngest_back(going)
+            self._send_back(max(going, key=self._turn), going)
         staying = {row.index for row in going}
         holes = deque(place for place, row in enumerate(self.live) if row.index not in staying)
         for place in holes:
@@ -164,12 +178,13 @@ class Scheduler:
         if row is not None and not going and self.admission.is_cramped(row):
             self.admission.unsettle()
             self.num_places = None
-        if row is None or going and not self.admission.allows(going, row):
+        if row is None or going and (self._parts(row) or not self.admission.allows(going, row)):
             return None
         keys = ready(row)
         if keys is None:
             return None
         going.append(row)
+        self._is_beyond = self._lies_beyond(row)
         self.admission.enter(row)
         self._turns.setdefault(row.index, self._num_entered)
         self._num_entered += 1
@@ -179,9 +194,22 @@ class Scheduler:
             self._next = None
         return row, keys
 
-    def _put_youngest_back(self, going: list[Row]) -> None:
-        youngest = max(going, key=lambda row: self._turns[row.index])
-        going.remove(youngest)
-        self.admission.leave(youngest)
-        self._put_back.append(youngest)
+    def _send_back(self, row: Row, going: list[Row]) -> None:
+        going.remove(row)
+        self.admission.leave(row)
+        self._put_back.append(row)
+        self._put_back.sort(key=self._turn, reverse=True)
         self.num_put_back += 1
+
+    def _turn(self, row: Row) -> int:
+        return self._turns[row.index]
+
+    def _lies_beyond(self, row: Row) -> bool:
+        return len(row.history) > self._border
+
+    def _has_crossed(self, row: Row) -> bool:
+        return self._lies_beyond(row) and not self._is_beyond
+
+    def _parts(self, row: Row) -> bool:
+        """Whether `row` lies on the other side of the border than those that are live."""
+        return self._lies_beyond(row) != self._is_beyond

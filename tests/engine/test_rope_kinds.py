@@ -38,7 +38,7 @@ KINDS = {
     "longrope_phi3": phi3(CONTEXT),
     "longrope_phi3_short": phi3(BORDER),
 }
-SERVED = {kind: BORDER if "short" in kind or "longrope" in kind else CONTEXT for kind in KINDS}
+SERVED = {kind: BORDER if "short" in kind or kind == "longrope" else CONTEXT for kind in KINDS}
 LENGTHS = (6, BORDER - 6, BORDER - 2, BORDER + 8)  # far from the border, two that reach it, one that is over it
 
 
@@ -75,7 +75,7 @@ def test_rows_across_the_border_are_those_of_transformers_or_refused(kind):
     assert alone.token_ids == expected[-1:]
 
 
-@pytest.mark.parametrize("kind", ["longrope", "longrope_phi3", "dynamic_short"])
+@pytest.mark.parametrize("kind", ["longrope", "longrope_phi3_short", "dynamic_short"])
 def test_new_tokens_past_the_border_are_refused(kind):
     reason = r"\(further on its LongRoPE factors are others\)" if "longrope" in kind else ", got"
     with pytest.raises(ValueError, match=f"must fit into the model's context of {BORDER} tokens ?{reason}"):

@@ -15,6 +15,7 @@ from tiny_models import SHAPE
 import stand
 from stand.forward import model as forward_model
 from stand.gpu.captured_step import CapturedStep
+from stand.step import EagerStep
 
 BORDER = 128
 FACTORS = {"short_factor": [1.0 + 0.01 * place for place in range(32)], "long_factor": [4.0] * 32}
@@ -62,6 +63,20 @@ def test_longrope_has_the_tokens_of_eager_steps(monkeypatch):
         long = model_of("longrope").model.rotary_emb.long_inv_freq
         assert torch.equal(model_of("longrope").model.rotary_emb.inv_freq, long)
     assert str(captured.backend) == "triton" and found[0] > 0
+
+
+@pytest.mark.skipif(not CHOOSES_ON_THE_DEVICE, reason="this transformers asks the host for LongRoPE's factors")
+@pytest.mark.parametrize("settings", [{}, {"max_rows": 2}, {"temperature": 0.0, "repetition_penalty": 1.2}])
+def test_longrope_crosses_its_border_as_in_eager_steps(monkeypatch, settings):
+    """Steps of longer texts choose the long factors by themselves, also in graphs that were recorded before."""
+    use_plain_kernels(monkeypatch)
+    prompts = [*PROMPTS, [*range(3, 53)] * 3]  # the last one begins beyond the border
+    asked = {**SETTINGS, "max_new_tokens": BORDER + 20, "stop_token_ids": [], **settings}
+    expected = longrope_engine("sdpa").generate(input_ids=prompts, **asked)
+    monkeypatch.setattr(EagerStep, "forward", None)
+    found = longrope_engine("triton").generate(input_ids=prompts, **asked)
+    assert found.token_ids == expected.token_ids
+    assert found.stats.num_put_back == expected.stats.num_put_back >= 4
 
 
 @pytest.mark.parametrize(

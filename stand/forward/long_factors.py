@@ -1,8 +1,8 @@
 """Texts that outgrow the short factors of a LongRoPE model (arXiv 2402.13753).
 
 transformers rotates all tokens of a forward by one set of factors, chosen by its largest position. When a text comes to
-be longer than the model was first trained for, `generate` of the classes below drops its keys and computes all of them
-anew, by the long factors. So a text's law follows from a plain forward over the whole of it, at every length.
+be longer than the model was first trained for, `generate` of the classes below drops its keys, so that all of them are
+computed anew by the long factors. A text's law is then that of a plain forward over the whole of it, at every length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stand.forward.model import longrope_border, max_positions, text_config
 
-# By `prepare_inputs_for_generation`. Others go on with keys of short factors, which no plain forward has.
+# By `prepare_inputs_for_generation`; others go on with the keys of short factors. In transformers 5.16.1, and for
+# Phi-4-multimodal in 5.24 too, what follows the drop is the newest token alone, so that `generate` forgets the text.
 COMPUTING_ANEW = ("phi3", "phi4_multimodal")
 FROZEN = "longrope that does not look at positions"
 

@@ -58,6 +58,15 @@ def by_transformers(model, prompt: list[int], count: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
+def by_plain_forwards(model, prompt: list[int], count: int) -> list[int]:
+    """What `generate` of Phi-3 means to do; some versions of transformers lose the text's keys at the border."""
+    with torch.inference_mode():
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count and tokens[-1:] != [SHAPE["eos_token_id"]]:
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_across_the_border_are_those_of_transformers_or_refused(kind):
     model = model_of(kind)
@@ -69,7 +78,8 @@ def test_rows_across_the_border_are_those_of_transformers_or_refused(kind):
     count = min(20, SERVED[kind] - max(served))
     prompts = [prompt_of(length) for length in served]
     output = engine.generate(input_ids=prompts, max_new_tokens=count, temperature=0.0)  # short rows with long ones
-    expected = [by_transformers(model_of(kind), prompt, count) for prompt in prompts]
+    of_library = by_plain_forwards if kind == "longrope_phi3" else by_transformers
+    expected = [of_library(model_of(kind), prompt, count) for prompt in prompts]
     assert output.token_ids == expected
     alone = engine.generate(input_ids=prompts[-1], max_new_tokens=count, temperature=0.0)
     assert alone.token_ids == expected[-1:]

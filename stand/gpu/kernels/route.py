@@ -86,7 +86,7 @@ def _sigmoid_route(
     keys = _keys(scores + tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32), ids, inside)
     if GROUPS > 1:
         keys = tl.where(_best_groups(keys, groups, num_groups, CHOSEN_GROUPS)[:, None], keys, NOTHING)
-    chosen = token_of(_largest(tl.reshape(keys, [GROUPS * SIZE], can_reorder=True), CHOSEN, BLOCK_K))
+    chosen = token_of(_largest(tl.reshape(keys, [GROUPS * SIZE]), CHOSEN, BLOCK_K))
     is_chosen = places < CHOSEN
     parts = sigmoid(tl.load(row + chosen, mask=is_chosen, other=0.0).to(tl.float32))  # without the bias
     if RENORMALISES:

@@ -19,7 +19,14 @@ from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-UNKNOWN = "not linked with support for", "not compiled with", "Inplace update to inference tensor"  # in torch's errors
+# In torch's errors: of a build without CUDA, and of one with it where no GPU is.
+UNKNOWN = (
+    "not linked with support for",
+    "not compiled with",
+    "Inplace update to inference tensor",
+    "Found no NVIDIA driver",
+    "driver version is insufficient",
+)
 COPY = torch.ops.aten.copy_.default
 # An index may lie on a CPU.
 MAY_MEET = {

@@ -158,10 +158,10 @@ def test_other_tokens_change_nothing(layer, dtype):
 
 
 def without_barrier(ptx: str) -> str:
-    """Right before the atomic operation."""
+    """Right before the atomic operation, where Triton 3.9 puts one more."""
     head, atom, tail = ptx.partition("atom.")
-    before, barrier, after = head.rpartition("bar.sync \t0;")
-    return before + after + atom + tail if atom and barrier else ptx
+    before, store, after = head.rpartition("st.global.")
+    return before + store + after.replace("bar.sync \t0;", "") + atom + tail if atom else ptx
 
 
 @needs_compiled

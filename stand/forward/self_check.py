@@ -15,6 +15,7 @@ from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.cache.key_shape import remember
 from stand.forward.cache.tree_cache import SwappedForwards, TreeCache
 from stand.forward.devices import input_device, is_split
+from stand.forward.long_factors import long_factors, served_positions, switching_length
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent.layers import recurrent_layers
@@ -323,22 +324,32 @@ def kept_difference(model: PreTrainedModel) -> float:
 @torch.inference_mode()
 def far_position_difference(model: PreTrainedModel) -> float:
     """`relative_difference` of the first CHECK_TOKENS logits of one forward, with and without one more token at the
-    last position that is served: rotary factors chosen by a forward's largest position show here."""
-    farthest = max_positions(model)
+    last position that is served: rotary factors chosen by a forward's largest position show here. Where longer texts
+    are served by other factors, the larger one of this and of theirs."""
+    difference = _difference_with(model, max_positions(model))
+    if switching_length(model) is None:
+        return difference
+    with long_factors(model):
+        expected = _first_logits(model, CHECK_TOKENS)
+    return max(difference, relative_difference(_first_logits(model, served_positions(model)), expected))
+
+
+def _difference_with(model: PreTrainedModel, farthest: int | None) -> float:
     if farthest is None or farthest <= CHECK_TOKENS:
         return 0.0
+    return relative_difference(_first_logits(model, farthest), _first_logits(model, CHECK_TOKENS))
+
+
+def _first_logits(model: PreTrainedModel, end: int) -> torch.Tensor:
+    """[CHECK_TOKENS, V] float32 of a forward with one more token at position `end` - 1, if that is another one."""
     prompt, _ = check_case(model)
     input_ids = torch.from_numpy(np.append(prompt, prompt[0]).astype(np.int64)).to(input_device(model))[None]
-    position_ids = torch.tensor([[*range(CHECK_TOKENS), farthest - 1]], device=input_device(model))
+    position_ids = torch.tensor([[*range(CHECK_TOKENS), end - 1]], device=input_device(model))
     seen = torch.ones_like(input_ids)  # else a gap in positions is taken for the border of two packed texts
-    alone, together = (
-        model(
-            input_ids=input_ids[:, :end], position_ids=position_ids[:, :end], attention_mask=seen[:, :end],
-            use_cache=False,
-        ).logits[0].float()
-        for end in (CHECK_TOKENS, CHECK_TOKENS + 1)
-    )  # fmt: skip
-    return relative_difference(together[:CHECK_TOKENS], alone)
+    asked = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": seen}
+    count = CHECK_TOKENS + (end > CHECK_TOKENS)
+    output = model(**{name: tensor[:, :count] for name, tensor in asked.items()}, use_cache=False)
+    return output.logits[0, :CHECK_TOKENS].float()
 
 
 def tree_logits(

@@ -13,7 +13,7 @@ from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device, is_offloaded
 from stand.forward.few_tokens.product import ORDINARY
-from stand.forward.model import PROMPT_CHUNK
+from stand.forward.model import PROMPT_CHUNK, moving_ropes
 from stand.forward.model_state import ModelState, foreign_hook
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
@@ -114,7 +114,7 @@ class KeptPrompts:
 def _seen(model: PreTrainedModel) -> tuple[object, ...]:
     """What tells other keys: how often torch has seen each tensor written in place (those made for inference alone are
     not counted), a few of its numbers, and how torch computes here."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *_constant_buffers(model)]
     versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
     kind = input_device(model).type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -123,6 +123,14 @@ def _seen(model: PreTrainedModel) -> tuple[object, ...]:
     precisions = [product.fp32_precision for product in products]
     of_others = getattr(model, "seen_weights", bytes)()  # of a model that another library runs
     return versions, _few_numbers(tensors), of_others, autocast, precisions, torch.get_num_threads()
+
+
+def _constant_buffers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Those that no forward writes: LongRoPE's frequencies are chosen anew by each one."""
+    if not moving_ropes(model):
+        return [*model.buffers()]
+    named = ((name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers())
+    return [buffer for name, buffer in named if not name.endswith("inv_freq") or "original" in name]
 
 
 @torch.inference_mode()

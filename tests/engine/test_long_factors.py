@@ -11,10 +11,12 @@ import pytest
 import torch
 from tiny_models import SHAPE
 from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, RepetitionPenaltyLogitsProcessor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import stand
 from stand.forward import long_factors as factors_module
 from stand.forward import model as forward_model
+from stand.forward import self_check
 from stand.forward.long_factors import long_factors, served_positions, switching_length
 from stand.scheduling import kept_prompts, prefilled, prompt_keys, within_pages
 from stand.scheduling.free_memory import bytes_per_token
@@ -127,6 +129,21 @@ def test_prompts_that_begin_alike_share_nothing_across_the_border(monkeypatch):
         assert not any(prompt.is_beyond for prompt in engine._kept.prompts)
 
 
+def test_prompts_are_kept_though_every_forward_writes_its_frequencies(monkeypatch):
+    for module in (forward_model, prefilled, prompt_keys, kept_prompts):
+        monkeypatch.setattr(module, "PROMPT_CHUNK", 8)
+    engine, found = engine_of(), []
+    with engine.keep_prompts(1e9):
+        for count in (4, 4, 40, 4):  # the third one crosses
+            output = engine.generate(input_ids=[prompt_of(BORDER - 9)], max_new_tokens=count, **GREEDY)
+            found.append(output.stats.num_copied_prompt_tokens)
+            assert output.token_ids == [expected(BORDER - 9, count)]
+        assert found == [0, 24, 24, 24]
+        model_of().model.rotary_emb.original_inv_freq.mul_(1.0)  # written by somebody else
+        output = engine.generate(input_ids=[prompt_of(BORDER - 9)], max_new_tokens=4, **GREEDY)
+        assert output.stats.num_copied_prompt_tokens == 0
+
+
 @pytest.mark.parametrize("verifier", ["traversal", "match", "coupled"])
 def test_sampled_rows_are_those_of_plain_forwards(verifier):
     """With `match` and `coupled` drafts change no token; with all rules a text's law is that of its own forward: at a
@@ -210,6 +227,16 @@ def test_factors_are_put_back(error):
     assert all(map(torch.equal, rope(torch.zeros(1), positions), short))
     far = rope(torch.zeros(1), torch.tensor([[1, 7, BORDER]]))
     assert torch.equal(far[0][:, :2], long[0])
+
+
+def test_the_check_at_loading_sees_other_factors(monkeypatch):
+    """Those of `long_factors` must be the ones that the model chooses by itself."""
+    assert self_check.far_position_difference(model_of()) < 1e-5
+    wrong = {**ROPE_INIT_FUNCTIONS, "longrope": lambda *given, **asked: (torch.full((4,), 0.1), 1.0)}
+    monkeypatch.setattr(factors_module, "ROPE_INIT_FUNCTIONS", wrong)
+    assert self_check.far_position_difference(model_of()) > 0.01
+    with pytest.raises(stand.UnsupportedModelError, match="must not depend on later positions"):
+        self_check.check_model(model_of())
 
 
 def test_who_switches():

@@ -29,7 +29,7 @@ class Stats:
     num_accepted_draft_tokens: int = 0  # drafted nodes that were emitted
     num_prompt_tokens: int = 0  # prompt tokens, each prompt counted once
     num_copied_prompt_tokens: int = 0  # whose keys were another prompt's that begins alike
-    num_put_back: int = 0  # times that a row went away because memory had run out
+    num_put_back: int = 0  # times that a row went away, for lack of memory or as it outgrew its factors (LongRoPE)
     num_replayed_tokens: int = 0  # tokens of such rows whose keys were computed again
     accepted_by_depth: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [D], depth 1 first
     accepted_by_slot: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [slots of the shape]

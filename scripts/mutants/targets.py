@@ -46,6 +46,26 @@ TARGETS = (
         ("stand/laws/sampling.py",),
         _tests("engine", "sampling", "filters", "processors", "generation_config", "hub"),
     ),
+    Target(
+        "processors",
+        tuple(f"stand/laws/{name}.py" for name in ("processors", "node", "seen_tokens")),
+        (*_tests("engine", "processors", "sampling", "small_law"), *_tests("gpu", "gpu_processors", "gpu_no_wait")),
+    ),
+    Target(
+        "captured",
+        tuple(f"stand/gpu/{name}.py" for name in ("captured_step", "guarded_step", "step_body")),
+        _tests(
+            "gpu",
+            *("gpu_processors", "gpu_step", "gpu_guarded_step", "gpu_features", "gpu_streams", "gpu_model_state"),
+            *("gpu_put_back", "gpu_recurrent_step", "gpu_self_check", "gpu_runner", "gpu_no_wait", "gpu_moving_ropes"),
+            "gpu_small_law",
+        ),
+    ),
+    Target(
+        "long factors",
+        ("stand/forward/long_factors.py",),
+        (*_tests("engine", "long_factors", "rope_kinds"), *_tests("gpu", "gpu_moving_ropes")),
+    ),
     Target("filters", ("stand/laws/*.h",), _tests("engine", "filters", "sampling")),
     Target(
         "cache",
@@ -101,7 +121,7 @@ TARGETS = (
         ("stand/scheduling/*.py", "stand/forward/cache/paged_cache.py"),
         (
             *_tests("engine", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"),
-            *_tests("engine", "given_back", "cache_memory", "stream"),
+            *_tests("engine", "given_back", "cache_memory", "stream", "long_factors"),
             *_tests("gpu", "gpu_put_back", "gpu_recurrent_step"),
             "tests/engine/test_step_cost.py::test_steps_of_a_real_model_are_timed",
             "tests/engine/test_devices.py::test_memory_ends_where_one_of_the_devices_is_full",

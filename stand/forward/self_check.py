@@ -165,20 +165,30 @@ def _kinds_of(model: PreTrainedModel) -> list[tuple[str, type]]:
 
 
 def _refuse_training(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where the training mode changes what the model computes."""
-    if not model.training:
-        return
-    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    rates.append(getattr(text_config(model), "attention_dropout", 0.0) or 0.0)
-    if max(rates) > 0:
+    """Raise UnsupportedModelError where the training mode of a module changes what the model computes."""
+    training = [module for module in model.modules() if module.training]
+    rates = [rate for module in training for rate in _noise_rates(module)]
+    if model.training:
+        rates.append(getattr(text_config(model), "attention_dropout", 0.0) or 0.0)
+    if max(rates, default=0.0) > 0:
         raise UnsupportedModelError(
-            f"the model must be in evaluation mode, got training mode with dropout {max(rates):g}; call model.eval()"
+            f"the model must be in evaluation mode, got training mode with dropout or other noise of {max(rates):g}; "
+            "call model.eval()"
         )
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise UnsupportedModelError(
             "the model must keep its keys and values, got training mode with gradient checkpointing, which drops them; "
             "call model.eval()"
         )
+
+
+def _noise_rates(module: torch.nn.Module) -> Iterator[float]:
+    """Of what a module does at random in training: dropout, as a module or a number of its own, and routers' jitter."""
+    if isinstance(module, torch.nn.Dropout):
+        yield module.p
+    for name, value in vars(module).items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            yield value
 
 
 def _refuse_compiled(model: PreTrainedModel) -> None:

@@ -142,6 +142,10 @@ def _refuse_wrappers(model: object) -> None:
         raise UnsupportedModelError(
             f"wrap needs a transformers model, got {kind}; pass it to stand.plugins.{door}.wrap"
         )
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):  # the base does without it
+        raise UnsupportedModelError(
+            f"a prompt must be token ids alone, got {type(model).__name__} with a learned one; call its own generate"
+        )
     inner = {"get_base_model": "model.get_base_model()", "_orig_mod": "model._orig_mod", "module": "model.module"}
     for attribute, remedy in inner.items():
         if not isinstance(model, PreTrainedModel) and hasattr(model, attribute):

@@ -128,6 +128,7 @@ def stand_generate(
 
     Raises ValueError by name for an argument that cannot be served exactly.
     """
+    _refuse_own_inputs(model)
     _refuse_unserved(input_ids, model_kwargs)
     streamer = _streamer(stand_streamer)
     engine, mask = engine_of(model), model_kwargs.get("attention_mask")
@@ -204,6 +205,16 @@ def _streamer(own: BaseStreamer | None) -> BaseStreamer | None:
 
 def _place(model: PreTrainedModel) -> tuple:
     return model.device, model.dtype
+
+
+def _refuse_own_inputs(model: PreTrainedModel) -> None:
+    """What somebody else puts before the tokens, as peft does with learned prompts."""
+    maker = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)
+    if maker is not model:
+        raise ValueError(
+            f"the model's inputs must be its own, got those of {type(maker).__name__}, as with a learned prompt: the "
+            "engine runs the model on token ids alone; call generate without custom_generate"
+        )
 
 
 def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]) -> None:

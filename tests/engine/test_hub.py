@@ -300,6 +300,16 @@ def test_what_cannot_be_served_is_refused_by_name(model, name, monkeypatch):
         model.generate(**PADDED, custom_generate=stand_generate, **{"max_new_tokens": 4, **REFUSED[name]})
 
 
+def test_inputs_that_another_object_makes_are_refused(model, monkeypatch):
+    """As peft's are, which puts learned prompts before the tokens."""
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", model.prepare_inputs_for_generation, raising=False)
+    model.generate(torch.tensor([[5, 6, 7]]), custom_generate=stand_generate, max_new_tokens=2)
+    owner = copy.deepcopy(model)
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", owner.prepare_inputs_for_generation, raising=False)
+    with pytest.raises(ValueError, match=f"got those of {type(owner).__name__}.*call generate without custom_generate"):
+        model.generate(torch.tensor([[5, 6, 7]]), custom_generate=stand_generate, max_new_tokens=2)
+
+
 def test_a_mask_of_another_shape_is_refused(model):
     with pytest.raises(ValueError, match="as long as input_ids, got 2 for 3 tokens; pass both"):
         model.generate(

@@ -122,6 +122,13 @@ def test_what_wraps_a_model_is_told_how_to_pass_it(wrapper, remedy):
         stand.wrap(wrapper)
 
 
+def test_a_learned_prompt_which_the_model_inside_does_without_is_refused():
+    prompted = Adapted()
+    prompted.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+    with pytest.raises(stand.UnsupportedModelError, match="got Adapted with a learned one; call its own generate"):
+        stand.wrap(prompted)
+
+
 def test_training_mode_with_dropout_is_refused():
     model = copy.deepcopy(tiny_model("llama"))
     model.train()

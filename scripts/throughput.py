@@ -26,6 +26,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -247,11 +248,13 @@ def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
     check_writable(arguments.save_lookup, "--save-lookup")
     if arguments.costs is not None and not arguments.costs.exists():
         check_writable(arguments.costs, "--costs")
-    if arguments.only is not None:
-        run_long(arguments, interruption)
-        return
-    lines = JsonLines(arguments.output, "--output")
-    torch.set_num_threads(arguments.threads)
+    check_resumable(arguments)
+    with closing(JsonLines(arguments.output, "--output", goes_on=arguments.resume, is_alone=True)) as lines:
+        torch.set_num_threads(arguments.threads)
+        (compare if arguments.only is None else run_long)(arguments, lines, interruption)
+
+
+def compare(arguments: argparse.Namespace, lines: JsonLines, interruption: Interruption) -> None:
     this_run = Run(arguments)
     this_run.warm_up()
     lines.add(conditions(arguments, this_run.costs))
@@ -261,11 +264,8 @@ def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
         finish(this_run)
 
 
-def run_long(arguments: argparse.Namespace, interruption: Interruption) -> None:
+def run_long(arguments: argparse.Namespace, lines: JsonLines, interruption: Interruption) -> None:
     """All problems as one run. However it ends, what was finished is told and the lookup is saved."""
-    check_resumable(arguments)
-    lines = JsonLines(arguments.output, "--output", goes_on=arguments.resume)
-    torch.set_num_threads(arguments.threads)
     arguments.lookup = lookup_to_start_with(arguments)
     this_run = LongRun.of(arguments, load_tasks(arguments), lines.earlier)
     model, tokenizer = load_model(arguments)

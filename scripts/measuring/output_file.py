@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -68,24 +70,47 @@ class JsonLines:
 
     Without a path nothing is written. Raises ValueError where the file cannot be written, or holds something already
     and is not gone on with. goes_on: `earlier` are its lines then; one that a kill has cut off is taken out.
+    is_alone: until `close`, or the end of the process, others that ask for the same get a ValueError.
     """
 
-    def __init__(self, path: Path | None, option: str, *, goes_on: bool = False) -> None:
+    def __init__(self, path: Path | None, option: str, *, goes_on: bool = False, is_alone: bool = False) -> None:
         check_writable(path, option)
         self.earlier: list[dict[str, object]] = []
-        if path is not None and path.exists() and path.stat().st_size > 0:
+        self._file = None if path is None else path.open("ab", buffering=0)
+        if path is None:
+            return
+        if is_alone:
+            _lock(self._file, path, option)
+        if path.stat().st_size > 0:
             if not goes_on:
                 raise ValueError(
                     f"{option} must name a new file, got {path}, which holds earlier results; move it away"
                 )
             self.earlier = _whole_lines(path, option)
-        self._file = None if path is None else path.open("ab", buffering=0)
 
     def add(self, record: Mapping[str, object]) -> None:
         if self._file is not None:
             line = (json.dumps(record) + "\n").encode("utf-8")
             while line:  # a full disk takes a part of a line, and then raises
                 line = line[self._file.write(line) :]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _lock(file: BinaryIO, path: Path, option: str) -> None:
+    """Until it is closed. Some network file systems have no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(
+            f"{option} must name a file that no other run writes, got {path}, which one has open; wait for its end, or "
+            "name another file"
+        ) from error
+    except OSError:
+        pass
 
 
 def _whole_lines(path: Path, option: str) -> list[dict[str, object]]:

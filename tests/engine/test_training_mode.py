@@ -24,7 +24,7 @@ def assert_refused_in_training(model: PreTrainedModel, part: torch.nn.Module) ->
     engine.generate([3, 4], max_new_tokens=2)
     part.train()
     for call in (lambda: engine.generate([3, 4], max_new_tokens=2), lambda: engine.run([[3, 4]])):
-        with pytest.raises(stand.UnsupportedModelError, match=r"must be in evaluation mode, got .*; call model.eval\(\)"):
+        with pytest.raises(stand.UnsupportedModelError, match=r"in evaluation mode, got .*; call model.eval\(\)"):
             call()
     model.eval()
     engine.generate([3, 4], max_new_tokens=2)

@@ -3,9 +3,11 @@
 import errno
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from measuring import output_file
 from measuring.output_file import JsonLines, check_writable, replace_text
 
 
@@ -52,6 +54,27 @@ def test_earlier_results_are_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="--output must name a new file, got .* move it away"):
         JsonLines(path, "--output")
     assert path.read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_file_that_another_run_writes_is_refused(tmp_path, goes_on):
+    """Both would draw the rows that are missing, and cut off what the other one is writing."""
+    path = tmp_path / "lines.jsonl"
+    with closing(JsonLines(path, "--output", is_alone=True)) as lines:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="--output must name a file that no other run writes, got .*; wait"):
+                JsonLines(path, "--output", goes_on=goes_on, is_alone=True)
+            lines.add({"number": 1})
+    assert JsonLines(path, "--output", goes_on=True, is_alone=True).earlier == [{"number": 1}] * 2
+
+
+def test_a_file_system_without_locks_is_served(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(output_file.fcntl, "flock", no_locks)
+    JsonLines(tmp_path / "lines.jsonl", "--output", is_alone=True).add({"number": 1})
+    assert (tmp_path / "lines.jsonl").read_text() == '{"number": 1}\n'
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):

@@ -90,7 +90,8 @@ class Fusion:
     """Proven swaps of one model. Forwards are swapped inside `active` only; merged memory lasts until `undo`.
 
     A module that has been replaced since, or has other settings, a hook or another forward now, is left alone, and so
-    is every forward that would go past it. Changed settings of a configuration leave all modules alone that have it.
+    is every forward that would go past it. Changed settings of a configuration leave all modules alone that have it,
+    and another forward of the model itself, which may cast what modules get, leaves all alone.
 
     report: one entry per kind of swap, class and verdict.
     """
@@ -115,6 +116,7 @@ class Fusion:
         self._norms = {name: FusedNorm(model.get_submodule(name), rule, kernels) for name, rule in recipe.norms.items()}
         self._guards: dict[str | int, Guard | Settings] = {}  # by the name of the module; by the id of who has settings
         self._swaps = self._make_swaps()
+        self._forward = vars(model).get("forward")
         self._depth = 0
         self._saved: list[tuple[nn.Module, Callable | None]] = []
 
@@ -224,6 +226,8 @@ class Fusion:
         return self._guards[id(holder)]
 
     def _swap(self) -> None:
+        if vars(self.model).get("forward") is not self._forward:
+            return
         changed = {guard for guard in self._guards.values() if not guard.holds()}
         for swap in self._swaps:
             if changed and not changed.isdisjoint(swap.guards):

@@ -427,6 +427,17 @@ def test_forwards_that_the_kernels_do_not_serve_take_the_models_own(way):
         assert torch.equal(*outputs)
 
 
+def test_a_model_whose_forward_casts_later_runs_its_own_modules():
+    """As one that accelerate has prepared for mixed precision."""
+    model = fresh()
+    engine = stand.wrap(model)
+    asked = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": []}
+    engine.generate(input_ids=[[1, 2, 3]], **asked)
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    found = engine.generate(input_ids=[[1, 2, 3]], **asked).token_ids
+    assert found == stand.wrap(model, fuse=False).generate(input_ids=[[1, 2, 3]], **asked).token_ids
+
+
 def test_plain_forwards_inside_have_their_own_attention():
     model = fresh("qwen3")
     tokens = torch.arange(6)[None]

@@ -136,12 +136,9 @@ def _compare_states(model: PreTrainedModel, tolerance: float) -> None:
 def _refuse_wrappers(model: object) -> None:
     """What holds a model of transformers but is none: adapters, compiled and replicated ones."""
     foreign = {"llama_cpp": ("a Llama of llama.cpp", "llama_cpp"), "mlx_lm": ("a model of mlx-lm", "mlx")}
-    library = type(model).__module__.partition(".")[0]
-    if library in foreign:
-        kind, door = foreign[library]
-        raise UnsupportedModelError(
-            f"wrap needs a transformers model, got {kind}; pass it to stand.plugins.{door}.wrap"
-        )
+    kind, door = foreign.get(type(model).__module__.partition(".")[0], ("", ""))
+    if door:
+        raise UnsupportedModelError(f"wrap needs a transformers model, got {kind}; use stand.plugins.{door}.wrap")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):  # the base does without it
         raise UnsupportedModelError(
             f"a prompt must be token ids alone, got {type(model).__name__} with a learned one; call its own generate"
@@ -171,10 +168,10 @@ def _kinds_of(model: PreTrainedModel) -> list[tuple[str, type]]:
 def _refuse_training(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where the training mode of a module changes what the model computes."""
     training = [module for module in model.modules() if module.training]
-    rates = [rate for module in training for rate in _noise_rates(module)]
+    rates = [0.0, *(rate for module in training for rate in _noise_rates(module))]
     if model.training:
         rates.append(getattr(text_config(model), "attention_dropout", 0.0) or 0.0)
-    if max(rates, default=0.0) > 0:
+    if max(rates) > 0:
         raise UnsupportedModelError(
             f"the model must be in evaluation mode, got training mode with dropout or other noise of {max(rates):g}; "
             "call model.eval()"
@@ -214,8 +211,7 @@ def _refuse_absent_weights(model: PreTrainedModel) -> None:
         )
     if input_device(model).type == "meta":
         raise UnsupportedModelError(
-            f"the model's weights must be loaded, got {type(model).__name__} with weights on meta, without "
-            "values; load it with from_pretrained"
+            f"the model's weights must be loaded, got {type(model).__name__} on meta; load it with from_pretrained"
         )
 
 
@@ -337,32 +333,26 @@ def kept_difference(model: PreTrainedModel) -> float:
 
 @torch.inference_mode()
 def far_position_difference(model: PreTrainedModel) -> float:
-    """`relative_difference` of the first CHECK_TOKENS logits of one forward, with and without one more token at the
-    last position that is served: rotary factors chosen by a forward's largest position show here. Where longer texts
-    are served by other factors, the larger one of this and of theirs."""
-    difference = _difference_with(model, max_positions(model))
+    """`relative_difference` of CHECK_TOKENS logits of a forward, with and without a token at the last position that is
+    served: rotary factors that follow from the largest one show here. By `long_factors` too, if those serve."""
+    alone, farthest = _first_logits(model, CHECK_TOKENS), max(max_positions(model) or 0, CHECK_TOKENS)
+    difference = relative_difference(_first_logits(model, farthest), alone)
     if switching_length(model) is None:
         return difference
     with long_factors(model):
-        expected = _first_logits(model, CHECK_TOKENS)
-    return max(difference, relative_difference(_first_logits(model, served_positions(model)), expected))
-
-
-def _difference_with(model: PreTrainedModel, farthest: int | None) -> float:
-    if farthest is None or farthest <= CHECK_TOKENS:
-        return 0.0
-    return relative_difference(_first_logits(model, farthest), _first_logits(model, CHECK_TOKENS))
+        alone = _first_logits(model, CHECK_TOKENS)
+    return max(difference, relative_difference(_first_logits(model, served_positions(model)), alone))
 
 
 def _first_logits(model: PreTrainedModel, end: int) -> torch.Tensor:
     """[CHECK_TOKENS, V] float32 of a forward with one more token at position `end` - 1, if that is another one."""
-    prompt, _ = check_case(model)
-    input_ids = torch.from_numpy(np.append(prompt, prompt[0]).astype(np.int64)).to(input_device(model))[None]
+    prompt = check_case(model)[0].astype(np.int64)
+    input_ids = torch.from_numpy(np.append(prompt, prompt[0]))[None].to(input_device(model))
     position_ids = torch.tensor([[*range(CHECK_TOKENS), end - 1]], device=input_device(model))
-    seen = torch.ones_like(input_ids)  # else a gap in positions is taken for the border of two packed texts
+    seen = torch.ones_like(input_ids)  # else a gap in positions is taken for two packed texts
     asked = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": seen}
-    count = CHECK_TOKENS + (end > CHECK_TOKENS)
-    output = model(**{name: tensor[:, :count] for name, tensor in asked.items()}, use_cache=False)
+    shown = slice(CHECK_TOKENS + (end > CHECK_TOKENS))
+    output = model(**{name: tensor[:, shown] for name, tensor in asked.items()}, use_cache=False)
     return output.logits[0, :CHECK_TOKENS].float()
 
 

@@ -357,7 +357,7 @@ def test_a_model_that_processes_share_is_refused(name, split):
 def test_what_is_no_model_of_mlx_lm_is_refused():
     with pytest.raises(UnsupportedModelError, match="needs a model of mlx-lm, got Linear"):
         wrap(torch.nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModelError, match="got a model of mlx-lm; pass it to stand.plugins.mlx.wrap"):
+    with pytest.raises(UnsupportedModelError, match="got a model of mlx-lm; use stand.plugins.mlx.wrap"):
         stand.wrap(tiny_model("llama"))
     needy = stand.BlendedDrafter()
     needy.requires_features = True

@@ -137,7 +137,7 @@ class Call:
             if self._step is not None:
                 self._step.close()
             self._step = None
-            self._prompts.keep_only(None)
+            self._prompts.end()
 
     def _refill(self) -> bool:
         """Let rows into free places, their prompts' keys first; whether any row is live.

@@ -75,11 +75,13 @@ def admission(
     if max_cache_bytes is None and backend.num_slots is None and (max_rows is None or backend.has_pool):
         num_bytes = backend.ranks.room(most_bytes(model, backend.held_bytes), input_device(model))
     if backend.num_slots is not None:
-        room = backend.num_slots * token_bytes - (0 if kept is None else kept.num_free)
+        to_be_kept = 0 if kept is None else kept.num_free
+        room = backend.num_slots * token_bytes - to_be_kept
         if room < least:
             raise ValueError(
                 f"the cache must hold a page beside other calls and kept prompts, got {backend.num_slots} free slots "
-                f"of {token_bytes} bytes; end other calls, keep fewer bytes of prompts, or raise num_slots"
+                f"of {token_bytes} bytes and {to_be_kept:g} bytes of prompts to be kept; end other calls, keep fewer "
+                "bytes of prompts, or raise num_slots"
             )
         num_bytes = room if num_bytes is None else min(num_bytes, room)
     if size is not None:

@@ -109,6 +109,11 @@ class PromptKeys:
         """Drop the keys that `row`, the next one to enter, does not need."""
         self._drop([start for start in self._prompts if row is None or start != beginning(row)])
 
+    def end(self) -> None:
+        """The call is over. Until it is collected, it must not hold what others have left: gigabytes, perhaps."""
+        self.keep_only(None)
+        self._kept = None
+
     def keep_shared(self) -> None:
         """Drop the keys that share no memory with live rows."""
         self._drop([start for start in self._prompts if not self._admission.is_shared(start)])

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import itertools
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -119,6 +121,23 @@ def test_short_prompts_are_not_kept(is_recurrent):
     with engine.keep_prompts(1e9):
         engine.generate(input_ids=SHARED[:CHUNK], max_new_tokens=2, temperature=0.9)
         assert engine._kept.prompts == []
+
+
+def test_what_was_kept_goes_with_the_block():
+    """At once, not when the collector of cycles comes by."""
+    engine = engine_of()
+    gc.disable()
+    try:
+        with engine.keep_prompts(1e9):
+            engine.generate(input_ids=SHARED, max_new_tokens=2, temperature=0.9)
+            run = engine.run([SHARED, SHARED], max_rows=1, max_new_tokens=2, temperature=0.9)
+            next(run)
+            left = weakref.ref(engine._kept)
+        next(run)
+        assert left() is not None
+        assert list(run) == [] and left() is None
+    finally:
+        gc.enable()
 
 
 class Recorder(stand.Drafter):

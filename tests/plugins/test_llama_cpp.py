@@ -145,7 +145,9 @@ def test_prompts_are_kept_from_call_to_call():
         again = engine.generate(input_ids=[[*prompt, 9]], max_new_tokens=4, do_sample=False)
     assert again.stats.num_copied_prompt_tokens == 512 and fake.CONTEXTS[-1].num_decoded - before < 200
     assert again.token_ids == [greedy([*prompt, 9], 4)]
-    with engine.keep_prompts(4090 * token_bytes), pytest.raises(ValueError, match="must hold a page beside .*kept"):
+    assert engine.backend.num_slots == 4096  # what was kept went with the block
+    message = "must hold a page beside .* and 1.57056e\\+06 bytes of prompts to be kept; .* or raise num_slots"
+    with engine.keep_prompts(4090 * token_bytes), pytest.raises(ValueError, match=message):
         engine.generate(input_ids=[prompt], max_new_tokens=4, do_sample=False)
     with engine.keep_prompts(3200 * token_bytes), pytest.raises(ValueError, match="must hold one row with its 90 new"):
         engine.generate(input_ids=[prompt], max_new_tokens=90, do_sample=False)

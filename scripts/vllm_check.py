@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
+from measuring.option_types import positive_integer
 from measuring.progress import say
 from workloads.answers import extract_answer
 from workloads.problems import held_out_problems, write_prompt
@@ -82,7 +83,7 @@ def servers_share(num_tokens: int, prompts: list[str], greedy: object) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8, help="speculative tokens (%(default)s)")
+    parser.add_argument("--tokens", type=positive_integer, default=8, help="speculative tokens (%(default)s)")
     parser.add_argument(
         "--part", nargs="+", choices=PARTS, default=list(PARTS), help=f"some of {', '.join(PARTS)} (default: all)"
     )

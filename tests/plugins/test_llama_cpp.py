@@ -236,7 +236,7 @@ def test_an_end_token_of_the_model_ends_a_row_and_the_context_limits_it():
     assert wrap(chosen).model.config.max_position_embeddings == 712
 
 
-def test_settings_of_the_llama_hold():
+def test_settings_of_the_llama_hold(library, monkeypatch):
     llm = fake.Llama()
     llm._lora_adapter, llm.lora_scale = 17, 0.5
     engine = wrap(llm, num_slots=2048)
@@ -248,7 +248,9 @@ def test_settings_of_the_llama_hold():
         str(engine.backend) == "llama.cpp 0.3.36 2-2 threads 0 layers offloaded" and engine.backend.name == "llama.cpp"
     )
     llm.model_params.n_gpu_layers = 0x7FFFFFFF  # all three, and what is behind them
-    assert engine.model.way == "llama.cpp 0.3.36 2-2 threads 4 layers offloaded"
+    for has_gpu, count in ((False, 0), (True, 4)):
+        monkeypatch.setattr(library, "llama_supports_gpu_offload", lambda has_gpu=has_gpu: has_gpu)
+        assert engine.model.way == f"llama.cpp 0.3.36 2-2 threads {count} layers offloaded"
     assert engine.model.config.head_dim == 16
     llm.metadata = {}
     assert wrap(llm).model.config.head_dim == 64 // 4

@@ -45,7 +45,9 @@ class LlamaCppModel(ForeignModel):
     @property
     def way(self) -> str:
         version, threads = llama_cpp.__version__, f"{self.llm.n_threads}-{self.llm.n_threads_batch} threads"
-        layers = min(self.llm.model_params.n_gpu_layers, self.config.num_hidden_layers + 1)
+        layers = 0  # whatever was asked for, in a build without a GPU
+        if llama_cpp.llama_supports_gpu_offload():
+            layers = min(self.llm.model_params.n_gpu_layers, self.config.num_hidden_layers + 1)
         return f"llama.cpp {version} {threads} {layers} layers offloaded"
 
     def new_cache(self, num_rows: int = 1, room: int = 1) -> SequenceCache:

@@ -87,7 +87,7 @@ def lm_eval_door(monkeypatch):
     monkeypatch.delitem(sys.modules, "stand.plugins.lm_eval", raising=False)
     yield importlib.import_module("stand.plugins.lm_eval")
     assert list(registered) == ["stand"]
-    monkeypatch.delitem(sys.modules, "stand.plugins.lm_eval", raising=False)
+    sys.modules.pop("stand.plugins.lm_eval")  # else the next test would have what was made of stand-ins
 
 
 def test_lm_eval_gets_what_the_model_generates(lm_eval_door):
@@ -215,7 +215,7 @@ def inspect_door(monkeypatch):
         monkeypatch.setitem(sys.modules, name, made)
     monkeypatch.delitem(sys.modules, "stand.plugins.inspect_ai", raising=False)
     yield importlib.import_module("stand.plugins.inspect_ai")
-    monkeypatch.delitem(sys.modules, "stand.plugins.inspect_ai", raising=False)
+    sys.modules.pop("stand.plugins.inspect_ai")  # else the next test would have what was made of stand-ins
 
 
 @pytest.fixture

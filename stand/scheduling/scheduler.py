@@ -3,7 +3,6 @@ where memory runs out. No model, no clock."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class Scheduler:
         self.admission = admission
         self.num_put_back = 0  # times that a row was
         self._put_back: list[Row] = []  # rows that wait for their return, the next one last
-        self._border = math.inf if border is None else border
+        self._border = border
         self._is_beyond = False  # on which side of the border those lie that are live
         self._turns: dict[int, int] = {}  # by row that has started and not ended: its turn
         self._num_entered = 0
@@ -118,7 +117,7 @@ class Scheduler:
         """Whether all rows that go on may take another step: memory holds what they need, and none has crossed the
         border."""
         going = [row for row in self.live if row.finish_reason is None]
-        return self.admission.holds(going) and not any(map(self._has_crossed, going))
+        return self.admission.holds(going) and (self._border is None or not any(map(self._has_crossed, going)))
 
     def has_memory_for(self, row: Row) -> bool:
         """Whether `row`, which waits, could start beside the rows that go on, were a place free."""
@@ -136,7 +135,7 @@ class Scheduler:
         memory that they give back is what the keys of those who wait are computed into.
         """
         going = [row for row in self.live if row.finish_reason is None]
-        for row in [row for row in going if self._has_crossed(row)]:
+        for row in () if self._border is None else [row for row in going if self._has_crossed(row)]:
             self._send_back(row, going)
         while len(going) > 1 and not self.admission.holds(going):
             self._send_back(max(going, key=self._turn), going)
@@ -205,7 +204,7 @@ class Scheduler:
         return self._turns[row.index]
 
     def _lies_beyond(self, row: Row) -> bool:
-        return len(row.history) > self._border
+        return self._border is not None and len(row.history) > self._border
 
     def _has_crossed(self, row: Row) -> bool:
         return self._lies_beyond(row) and not self._is_beyond

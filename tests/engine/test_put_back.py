@@ -226,16 +226,14 @@ def test_a_draft_that_decides_whether_it_is_used_is_seen(monkeypatch):
 
 def test_the_first_row_of_all_is_never_put_back(monkeypatch):
     away: list[int] = []
-    put_back = stand.scheduling.scheduler.Scheduler._put_youngest_back
+    send_back = stand.scheduling.scheduler.Scheduler._send_back
 
-    def watched(scheduler, going):
-        before = {row.index for row in going}
-        put_back(scheduler, going)
-        (gone,) = before - {row.index for row in going}
-        assert gone == max(before)
-        away.append(gone)
+    def watched(scheduler, row, going):
+        assert row.index == max(other.index for other in going)
+        send_back(scheduler, row, going)
+        away.append(row.index)
 
-    monkeypatch.setattr(stand.scheduling.scheduler.Scheduler, "_put_youngest_back", watched)
+    monkeypatch.setattr(stand.scheduling.scheduler.Scheduler, "_send_back", watched)
     list(engine_of().run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(6 / ROWS)))
     assert away and 0 not in away and len(away) > len(set(away)) > 3  # some more than once
 

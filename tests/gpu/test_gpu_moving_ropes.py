@@ -84,7 +84,7 @@ def test_longrope_crosses_its_border_as_in_eager_steps(monkeypatch, settings):
     [("longrope", "5.22.0", None), ("longrope", "5.21.3", "longrope"), ("dynamic", "5.24.0", "dynamic")],
 )
 def test_kinds_that_ask_the_host_are_refused_by_name(monkeypatch, kind, release, expected):
-    monkeypatch.setattr(transformers, "__version__", release)
+    monkeypatch.setattr(forward_model.transformers, "__version__", release)
     assert forward_model.waiting_ropes(model_of(kind)) == ([] if expected is None else [expected])
     if expected is not None:
         with pytest.raises(ValueError, match=f"rotary positions of kind {expected} make the host wait"):

@@ -47,8 +47,9 @@ class SeenTokens:
         lines = {row.index: line for line, row in enumerate(rows)}
         of_rows = [self._followed(row) for row in rows]
         of_paths = [node.path or node.row.history[-1:] for node in nodes]
-        owners = torch.tensor([lines[node.row.index] for node in nodes]).to(device)
-        histories, paths = (torch.from_numpy(_filled_up(part)).to(device) for part in (of_rows, of_paths))
+        owners = np.array([lines[node.row.index] for node in nodes], dtype=np.int64)
+        parts = owners, _filled_up(of_rows), _filled_up(of_paths)
+        owners, histories, paths = (_uploaded(part, device) for part in parts)
         return torch.cat([histories[owners], paths], dim=1)
 
     def forget(self, row: Row) -> None:
@@ -62,6 +63,12 @@ class SeenTokens:
             tokens = self._of_row[row.index] = _Tokens.of(row.history)
         tokens.follow(row.history)
         return tokens.ids
+
+
+def _uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device. Of a GPU nobody waits for what runs there, as torch does where memory is not page-locked."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _filled_up(lines: Sequence[Sequence[int]]) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda, mirrored, onto_fake_device
-from no_host_copy import HostCopyError, NoHostCopy
+from no_host_copy import HostCopyError, NoHostCopy, NoWaitingUpload, WaitingUploadError
 from no_kernel import Launches
 from page_tables import alike
 from plain_streams import random_streams
@@ -52,6 +52,7 @@ from stand.gpu.packets.step_size import StepSize
 from stand.gpu.step_body import StepBody, StepOutput
 from stand.gpu.tails import TailBody, Tails
 from stand.gpu.tuning.attention_tiles import PAGE_SIZE
+from stand.laws import seen_tokens
 from stand.laws.processors import ProcessorChain
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
@@ -354,16 +355,27 @@ def test_no_part_waits_where_layers_keep_states(family):
     run_body(family, "traversal", LAWS["plain"], model=recurrent_kernel_model(family), is_split=True)
 
 
-def processed_on_the_device(*processors):
+def processed_on_the_device(*processors, device: str = "meta"):
     """Scores of two rows' drafts, which lie on a device that cannot tell a number."""
     rows = [Row(index, np.array([3, 4, 5], dtype=np.int32), 9) for index in range(2)]
     tree = DraftTree.branching(np.array([5, 6, 7, 8], dtype=np.int32), 2)
     law = TargetLaw(LAWS["plain"], processors=ProcessorChain(processors))
-    law.process(torch.zeros(8, 50, device="meta"), DraftBatch.concatenate([tree, tree]), rows)
+    law.process(torch.zeros(8, 50, device=device), DraftBatch.concatenate([tree, tree]), rows)
 
 
 def test_a_penalty_waits_for_nothing():
     processed_on_the_device(library.RepetitionPenaltyLogitsProcessor(1.3), library.SuppressTokensLogitsProcessor([9]))
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_a_penalty_uploads_without_a_wait(monkeypatch, is_locked):
+    """Control: from memory that is not page-locked."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # this torch may have no GPU to lock it for
+    if not is_locked:
+        monkeypatch.setattr(seen_tokens, "_uploaded", lambda array, device: torch.from_numpy(array).to(device))
+    expected = nullcontext() if is_locked else pytest.raises(WaitingUploadError)
+    with fake_cuda(), NoHostCopy(), NoWaitingUpload(), expected:
+        processed_on_the_device(library.RepetitionPenaltyLogitsProcessor(1.3), device="cuda")
 
 
 def test_a_processor_that_may_forbid_what_was_drafted_waits():

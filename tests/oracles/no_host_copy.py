@@ -1,4 +1,4 @@
-"""A mode in which nothing may go from a GPU to the host."""
+"""Modes in which nothing may go from a GPU to the host, or the other way with a wait."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +16,21 @@ class NoHostCopy(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if "cuda" in devices((args, kwargs)) and "cpu" in devices(result):
             raise HostCopyError(f"{function} copies to the host")
+        return result
+
+
+class WaitingUploadError(AssertionError):
+    pass
+
+
+class NoWaitingUpload(TorchDispatchMode):
+    """Raises where an operation takes tensors on the host alone and returns one on a GPU, unless it is asked not to
+    wait: torch waits for the whole stream then."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result, kwargs = function(*args, **(kwargs or {})), kwargs or {}
+        if devices((args, kwargs)) == {"cpu"} and "cuda" in devices(result) and not kwargs.get("non_blocking"):
+            raise WaitingUploadError(f"{function} waits")
         return result
 
 

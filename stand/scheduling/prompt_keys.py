@@ -121,7 +121,10 @@ class PromptKeys:
     def _opened(self, row: Row) -> Prefilled:
         """With what another prompt has behind whole chunks that it begins with, but for the last chunk, which tells
         that all are here. Recurrent states are known where they were noted: for the next one that parts from others in
-        the same place, and for later calls behind the last whole chunk."""
+        the same place, and for later calls behind the last whole chunk. Where memory is short, what others wait with
+        goes first: the only live row may have crossed its border, and now begins with keys of its own."""
+        if not self._admission.fits([], row):
+            self.keep_only(row)
         prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1], is_beyond=self._is_beyond(row))
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
         others = [*self._prompts.values(), *(() if self._kept is None else self._kept.of(self._age))]

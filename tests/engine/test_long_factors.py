@@ -17,6 +17,7 @@ import stand
 from stand.forward import long_factors as factors_module
 from stand.forward import model as forward_model
 from stand.forward import self_check
+from stand.forward.cache.tree_cache import DRAFT_ROOM
 from stand.forward.long_factors import long_factors, served_positions, switching_length
 from stand.scheduling import kept_prompts, prefilled, prompt_keys, within_pages
 from stand.scheduling.free_memory import bytes_per_token
@@ -112,6 +113,23 @@ def test_rows_are_also_put_back_for_memory(monkeypatch):
     )
     assert output.token_ids == [expected(length, 70) for length in LENGTHS]
     assert output.stats.num_put_back > sum(length <= BORDER for length in LENGTHS)
+
+
+@pytest.mark.filterwarnings("ignore:greedy rows of a prompt are all equal")
+@pytest.mark.parametrize("spare", [0, 2])
+def test_the_only_live_row_crosses_beside_a_prompt_that_others_wait_with(spare):
+    """Memory holds one row: what the row had shared with those that wait must go before it is computed anew."""
+    border, count = 1300, 20
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(border, 3000)).eval()
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=24))
+    prompt, settings = prompt_of(border - 10), {"max_new_tokens": count, "max_rows": 1, **GREEDY}
+    wanted = engine.generate(input_ids=[prompt], **settings).token_ids
+    page = engine.backend.page_size or 128
+    least = -(-(border - 11 + count + DRAFT_ROOM) // page) + 1
+    cap = (least + spare) * page * bytes_per_token(model)
+    output = engine.generate(input_ids=[prompt], num_return_sequences=3, max_cache_bytes=cap, **settings)
+    assert output.token_ids == 3 * wanted and output.stats.num_put_back == 3
 
 
 def test_prompts_that_begin_alike_share_nothing_across_the_border(monkeypatch):

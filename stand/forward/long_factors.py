@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from stand.forward.model import longrope_border, max_positions, text_config
+from stand.forward.model import chooses_on_device, longrope_border, max_positions, text_config
 
 # By `prepare_inputs_for_generation`; others go on with the keys of short factors. In transformers 5.16.1, and for
 # Phi-4-multimodal in 5.24 too, what follows the drop is the newest token alone, so that `generate` forgets the text.
@@ -46,6 +46,8 @@ def long_factors(model: PreTrainedModel) -> Iterator[None]:
                 short = module._buffers["inv_freq"]
                 seq_len = longrope_border(model) + 1
                 factors, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, short.device, seq_len=seq_len)
+                if chooses_on_device():  # into that buffer, in its type
+                    factors = factors.to(short.dtype)
                 kept.append((module, short))
                 module._buffers["inv_freq"], module.rope_type = factors, FROZEN
         yield

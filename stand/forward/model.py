@@ -65,10 +65,15 @@ def moving_ropes(model: PreTrainedModel) -> list[str]:
 
 
 def waiting_ropes(model: PreTrainedModel) -> list[str]:
-    """Those of `moving_ropes` for which the host waits to choose frequencies: LongRoPE chooses on the device from
-    transformers 5.22 on, into a buffer that stays where it is."""
+    """Those of `moving_ropes` for which the host waits to choose frequencies."""
+    return [kind for kind in moving_ropes(model) if kind != "longrope" or not chooses_on_device()]
+
+
+def chooses_on_device() -> bool:
+    """Whether LongRoPE chooses its frequencies on the device, into a buffer that stays where it is: from transformers
+    5.22 on."""
     release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    return [kind for kind in moving_ropes(model) if kind != "longrope" or release < CHOOSING_ON_DEVICE]
+    return release >= CHOOSING_ON_DEVICE
 
 
 def _ropes(model: PreTrainedModel) -> list[dict]:

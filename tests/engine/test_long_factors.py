@@ -225,6 +225,18 @@ def test_drafts_across_the_border_are_refused():
             engine.generate(input_ids=[prompt_of(12)], max_new_tokens=60, **GREEDY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_factors_have_the_type_that_the_model_has_them_in(dtype):
+    """A model that was cast keeps them in its own type, where their rounding is seen in far positions: transformers
+    5.22 to 5.24 the long ones too, earlier ones not."""
+    model = copy.deepcopy(model_of()).to(dtype)
+    positions, nothing = torch.tensor([[3, BORDER + 90]]), torch.zeros(1)
+    own = model.model.rotary_emb(nothing, positions)
+    with long_factors(model):
+        assert all(map(torch.equal, model.model.rotary_emb(nothing, positions), own))
+
+
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_factors_are_put_back(error):
     model = copy.deepcopy(model_of())

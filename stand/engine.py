@@ -32,7 +32,8 @@ from stand.drafters.check import check_most_nodes
 from stand.drafters.costs.step_cost import StepCost, StepTimer, clock_of, measure_cost
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.forward.devices import input_device
-from stand.forward.model import max_positions, text_config
+from stand.forward.long_factors import served_positions
+from stand.forward.model import text_config
 from stand.forward.self_check import refuse_unready
 from stand.forward.tree_attention import exclusive
 from stand.numbered_keys import NumberedKeys
@@ -247,8 +248,7 @@ class Engine:
                 f"most_tokens must be above num_rows, got {most_tokens} and {num_rows}; a step holds one token per row "
                 "and its drafts"
             )
-        context = max_positions(self.model)
-        if context is not None:
+        if (context := served_positions(self.model)) is not None:
             depth = (-(-most_tokens // num_rows)).bit_length()  # of a draft of two branches, its root included
             length = max(min(length, context - depth), 1)
         sizes = {"num_rows": num_rows, "length": length}

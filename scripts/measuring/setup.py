@@ -16,7 +16,7 @@ from workloads.real_models import MODELS, model_folder
 from measuring.option_types import device_name, number_from_zero, positive_integer, share, whole_number
 from measuring.trajectories import Sampling
 from stand.drafters.trained_part import TrainedPart
-from stand.forward.model import max_positions
+from stand.forward.long_factors import served_positions
 
 REASONER = Path(__file__).resolve().parents[1] / "reasoner"
 DRAFTERS = REASONER.with_name("drafters")  # what drafts for it: draft models, an EAGLE head, streams
@@ -141,7 +141,7 @@ def load_tasks(arguments: argparse.Namespace) -> list[Task]:
         tasks = read_tasks(arguments.problems, count=arguments.num_problems)
     longest = max(len(prompt_ids(tokenizer, task, arguments.instruction)) for task in tasks)
     arguments.max_new_tokens = fitting_length(
-        arguments.max_new_tokens, longest, max_positions(SimpleNamespace(config=config))
+        arguments.max_new_tokens, longest, served_positions(SimpleNamespace(config=config))
     )
     return tasks
 

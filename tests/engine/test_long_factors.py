@@ -199,6 +199,11 @@ def test_keys_that_are_not_computed_anew_are_seen(monkeypatch):
     assert generated(engine_of()) != [expected(length, 70) for length in LENGTHS]
 
 
+def test_steps_are_timed_beyond_the_border_too():
+    cost = stand.wrap(model_of()).measure_cost(length=2 * BORDER, most_tokens=4, seconds=0.0)
+    assert cost.length == 2 * BORDER
+
+
 def test_prompts_by_short_factors_are_seen(monkeypatch):
     """Control: prompts beyond the border, computed in chunks that lie before it."""
     monkeypatch.setattr(prompt_keys, "PROMPT_CHUNK", 8)

@@ -40,6 +40,22 @@ def test_problems_settle_the_length_and_the_model_is_looked_at_first(tmp_path):
         load_tasks(arguments)
 
 
+def test_a_model_that_outgrows_its_short_factors_has_its_whole_context(tmp_path):
+    """LongRoPE of Phi-3, as the engine serves it."""
+    ropes = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    config = transformers.Phi3Config(
+        original_max_position_embeddings=1024, max_position_embeddings=4096, rope_parameters=ropes
+    )
+    config.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(REASONER).save_pretrained(tmp_path)
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1", "answer": 2}) + "\n")
+    asked = ["--problems", str(path), "--model", str(tmp_path), "--max-new-tokens", "3000"]
+    arguments = throughput.read_arguments(asked)
+    load_tasks(arguments)
+    assert arguments.max_new_tokens == 3000
+
+
 def test_a_model_that_cannot_be_loaded_is_named_with_its_option(tmp_path):
     with pytest.raises(ValueError, match="--model must be .* got '.*', from which no AutoConfig can be loaded: "):
         from_model(str(tmp_path), transformers.AutoConfig)

@@ -184,12 +184,12 @@ def _refuse_training(model: PreTrainedModel) -> None:
 
 
 def _noise_rates(module: torch.nn.Module) -> Iterator[float]:
-    """Of what a module does at random in training: dropout, as a module or a number of its own, and routers' jitter."""
-    if isinstance(module, torch.nn.Dropout):
-        yield module.p
+    """Of what a module does at random in training: dropout, as a module or numbers of its own, and routers' jitter."""
+    is_dropout = isinstance(module, torch.nn.Dropout) or "Dropout" in type(module).__name__  # peft has others
     for name, value in vars(module).items():
-        if isinstance(value, float) and ("drop" in name or "jitter" in name):
-            yield value
+        if "drop" in name or "jitter" in name or is_dropout and name == "p":
+            values = value.values() if isinstance(value, dict) else (value,)  # a number, or one of each adapter
+            yield from (one for one in values if type(one) is float or is_dropout and type(one) is int)
 
 
 def _refuse_compiled(model: PreTrainedModel) -> None:

@@ -54,6 +54,33 @@ def test_noise_of_a_part_in_training_is_refused():
     assert_refused_in_training(model, model.model.norm)
 
 
+class MultiplicativeDropout(torch.nn.Module):
+    """As OFT of peft has it: no dropout of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = 0.5
+
+    def forward(self, hidden):
+        return hidden * (torch.rand(1) > self.p) if self.training else hidden
+
+
+def test_noise_of_adapters_is_refused():
+    """Rates of LoHa and LoKr of peft, by the adapter's name, and a dropout module of another class."""
+    model = copy.deepcopy(tiny_model("llama"))
+    part = model.model.layers[0].self_attn.q_proj
+    part.module_dropout = {"default": 0.0}
+    part.train()
+    stand.wrap(model, drafter=BlendedDrafter(budget=4)).generate([3, 4], max_new_tokens=2)
+    part.module_dropout["other"] = 0.5
+    model.eval()
+    assert_refused_in_training(model, part)
+    for noise in (MultiplicativeDropout(), torch.nn.Dropout(1)):
+        model = copy.deepcopy(tiny_model("llama"))
+        model.model.norm = torch.nn.Sequential(model.model.norm, noise).eval()
+        assert_refused_in_training(model, model.model.norm)
+
+
 def test_training_without_noise_is_served():
     model = new_model(OPTConfig(**OPT, dropout=0.0, attention_dropout=0.0))
     engine = stand.wrap(model, drafter=BlendedDrafter(budget=4))

@@ -81,12 +81,12 @@ class JsonLines:
             return
         if is_alone:
             _lock(self._file, path, option)
-        if path.stat().st_size > 0:
-            if not goes_on:
-                raise ValueError(
-                    f"{option} must name a new file, got {path}, which holds earlier results; move it away"
-                )
-            self.earlier = _whole_lines(path, option)
+        try:
+            if path.stat().st_size > 0:
+                self.earlier = _earlier_lines(path, option, goes_on=goes_on)
+        except ValueError:
+            self.close()  # who looks at the error may hold this, and the lock with it
+            raise
 
     def add(self, record: Mapping[str, object]) -> None:
         if self._file is not None:
@@ -111,6 +111,12 @@ def _lock(file: BinaryIO, path: Path, option: str) -> None:
         ) from error
     except OSError:
         pass
+
+
+def _earlier_lines(path: Path, option: str, *, goes_on: bool) -> list[dict[str, object]]:
+    if not goes_on:
+        raise ValueError(f"{option} must name a new file, got {path}, which holds earlier results; move it away")
+    return _whole_lines(path, option)
 
 
 def _whole_lines(path: Path, option: str) -> list[dict[str, object]]:

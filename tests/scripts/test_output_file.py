@@ -68,6 +68,18 @@ def test_a_file_that_another_run_writes_is_refused(tmp_path, goes_on):
     assert JsonLines(path, "--output", goes_on=True, is_alone=True).earlier == [{"number": 1}] * 2
 
 
+@pytest.mark.parametrize(("text", "goes_on"), [("{}\n", False), ("no line\n", True)])
+def test_a_refusal_leaves_no_lock_behind(tmp_path, text, goes_on):
+    """While somebody looks at the error, which holds what was made."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="--output must") as caught:
+        JsonLines(path, "--output", goes_on=goes_on, is_alone=True)
+    path.write_text("{}\n")
+    with closing(JsonLines(path, "--output", goes_on=True, is_alone=True)) as lines:
+        assert lines.earlier == [{}] and caught.value is not None
+
+
 def test_a_file_system_without_locks_is_served(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -61,11 +61,6 @@ TARGETS = (
             "gpu_small_law",
         ),
     ),
-    Target(
-        "long factors",
-        ("stand/forward/long_factors.py",),
-        (*_tests("engine", "long_factors", "rope_kinds"), *_tests("gpu", "gpu_moving_ropes")),
-    ),
     Target("filters", ("stand/laws/*.h",), _tests("engine", "filters", "sampling")),
     Target(
         "cache",
@@ -118,11 +113,11 @@ TARGETS = (
     Target("merging", ("trees/blended/merging.py",), _tests("trees", "merging")),
     Target(
         "scheduling",
-        ("stand/scheduling/*.py", "stand/forward/cache/paged_cache.py"),
+        ("stand/scheduling/*.py", "stand/forward/cache/paged_cache.py", "stand/forward/long_factors.py"),
         (
             *_tests("engine", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"),
-            *_tests("engine", "given_back", "cache_memory", "stream", "long_factors"),
-            *_tests("gpu", "gpu_put_back", "gpu_recurrent_step"),
+            *_tests("engine", "given_back", "cache_memory", "stream", "long_factors", "rope_kinds"),
+            *_tests("gpu", "gpu_put_back", "gpu_recurrent_step", "gpu_moving_ropes"),
             "tests/engine/test_step_cost.py::test_steps_of_a_real_model_are_timed",
             "tests/engine/test_devices.py::test_memory_ends_where_one_of_the_devices_is_full",
             "tests/engine/test_devices.py::test_offloaded_weights_write_the_same",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stand.forward.devices import is_nvidia
 from stand.laws.node import Node
 from stand.row import Row
 
@@ -66,9 +67,9 @@ class SeenTokens:
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device. Of a GPU nobody waits for what runs there, as torch does where memory is not page-locked."""
+    """On the device. Nobody waits for what runs on a GPU of NVIDIA, as torch does where memory is not page-locked."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_nvidia(device) else tensor.to(device)
 
 
 def _filled_up(lines: Sequence[Sequence[int]]) -> np.ndarray:

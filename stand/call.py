@@ -85,6 +85,7 @@ class Call:
             wants_features=self._wants_features,
             kept=kept,
             ranks=backend.ranks,
+            border=self._border,
         )
         self._is_settled = False  # since rows were let in, none has ended, memory holds them and the next one is ready
         self._step: Step | None = None  # from the first row on

@@ -83,8 +83,8 @@ def _ropes(model: PreTrainedModel) -> list[dict]:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest context that is served: what the model was made for, of a LongRoPE model no more than
-    `longrope_border`; None when its configuration does not say."""
+    """The longest context with one set of rotary factors: what the model was made for, of a LongRoPE model no more than
+    `longrope_border`; None when its configuration does not say. What is served: `long_factors.served_positions`."""
     limits = [getattr(text_config(model), "max_position_embeddings", None), longrope_border(model)]
     return min((limit for limit in limits if limit is not None), default=None)
 

@@ -71,7 +71,7 @@ class CapturedStep:
         self._model = model
         self._state: ModelState | None = None  # of the model when the call began
         self._law = TargetLaw(law.params)  # what is recorded
-        self._processing = law if law.has_processors else None  # between the two parts of a step
+        self._processing: TargetLaw | None = law  # a call's own, between the two parts of a step
         self._is_split = law.has_processors
         self._verifier = verifier
         self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,14 +18,9 @@ from stand.row import Row
 class _Tokens:
     """The distinct tokens of the first `length` tokens of a row."""
 
-    length: int
-    known: set[int]
-    ids: np.ndarray  # the same, int64
-
-    @classmethod
-    def of(cls, history: np.ndarray) -> _Tokens:
-        ids = np.unique(history).astype(np.int64)
-        return cls(len(history), set(ids.tolist()), ids)
+    length: int = 0
+    known: set[int] = field(default_factory=set)
+    ids: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # the same
 
     def follow(self, history: np.ndarray) -> None:
         """The row has gone on."""
@@ -59,9 +55,7 @@ class SeenTokens:
 
     def _followed(self, row: Row) -> np.ndarray:
         """[D] int64: distinct tokens of the row as it is now."""
-        tokens = self._of_row.get(row.index)
-        if tokens is None:
-            tokens = self._of_row[row.index] = _Tokens.of(row.history)
+        tokens = self._of_row.setdefault(row.index, _Tokens())
         tokens.follow(row.history)
         return tokens.ids
 

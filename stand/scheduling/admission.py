@@ -15,6 +15,11 @@ def beginning(row: Row) -> Hashable:
     return ("row", row.index) if row.num_steps else ("problem", row.problem)
 
 
+def lies_beyond(row: Row, border: int | None) -> bool:
+    """Whether `row` has outgrown the border of `stand.forward.long_factors`; none has where there is none."""
+    return border is not None and len(row.history) > border
+
+
 class Admission:
     """What the scheduler asks and tells. This one has no limits."""
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import no_features, taken_features
-from stand.forward.long_factors import long_factors, switching_length
+from stand.forward.long_factors import long_factors
 from stand.forward.model import PROMPT_CHUNK, prefill_chunk
 from stand.forward.ranks import ALONE, Ranks
 from stand.forward.tree_attention import tree_attention
 from stand.row import Row
-from stand.scheduling.admission import Admission, beginning
+from stand.scheduling.admission import Admission, beginning, lies_beyond
 from stand.scheduling.kept_prompts import NO_AGE, KeptPrompts
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
@@ -42,10 +42,12 @@ class PromptKeys:
         wants_features: bool,
         kept: KeptPrompts | None = None,
         ranks: Ranks = ALONE,
+        border: int | None = None,
     ):
         """new_keys: a cache of one row with so much room; admission: counts their memory.
         on_ready: told the first row of every prompt when its keys are complete.
-        kept: what earlier calls have left, and what this one leaves; on a rank that has no memory for it, nothing."""
+        kept: what earlier calls have left, and what this one leaves; on a rank that has no memory for it, nothing.
+        border: as in `Scheduler`."""
         self.num_tokens = 0  # of the prompts that were complete, the pending ones included
         self.num_replayed = 0  # tokens of rows that were put back
         self.num_copied = 0  # tokens whose keys were another prompt's
@@ -57,7 +59,7 @@ class PromptKeys:
         self._on_ready = on_ready
         self._kept = kept
         self._ranks = ranks
-        self._border = switching_length(model)
+        self._border = border
         self._age = NO_AGE  # as `kept` says when the call begins
         self._budget = 0.0
         self._prompts: dict[Hashable, Prefilled] = {}  # by what rows begin with
@@ -125,7 +127,7 @@ class PromptKeys:
         goes first: the only live row may have crossed its border, and now begins with keys of its own."""
         if not self._admission.fits([], row):
             self.keep_only(row)
-        prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1], is_beyond=self._is_beyond(row))
+        prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1], is_beyond=lies_beyond(row, self._border))
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
         others = [*self._prompts.values(), *(() if self._kept is None else self._kept.of(self._age))]
         most = (row.num_cached - 1) // PROMPT_CHUNK
@@ -142,9 +144,6 @@ class PromptKeys:
         if self._kept is not None:
             prompt.noting.add(row.num_cached // PROMPT_CHUNK)
         return prompt
-
-    def _is_beyond(self, row: Row) -> bool:
-        return self._border is not None and len(row.history) > self._border
 
     def _is_of_use(self, source: Prefilled) -> bool:
         return bool(source.features) or not self._wants_features

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stand.row import Row
-from stand.scheduling.admission import Admission
+from stand.scheduling.admission import Admission, lies_beyond
 from stand.scheduling.request import Job, which_request
 from stand.seeds import prompt_word
 
@@ -183,7 +183,7 @@ class Scheduler:
         if keys is None:
             return None
         going.append(row)
-        self._is_beyond = self._lies_beyond(row)
+        self._is_beyond = lies_beyond(row, self._border)
         self.admission.enter(row)
         self._turns.setdefault(row.index, self._num_entered)
         self._num_entered += 1
@@ -203,12 +203,9 @@ class Scheduler:
     def _turn(self, row: Row) -> int:
         return self._turns[row.index]
 
-    def _lies_beyond(self, row: Row) -> bool:
-        return self._border is not None and len(row.history) > self._border
-
     def _has_crossed(self, row: Row) -> bool:
-        return self._lies_beyond(row) and not self._is_beyond
+        return lies_beyond(row, self._border) and not self._is_beyond
 
     def _parts(self, row: Row) -> bool:
         """Whether `row` lies on the other side of the border than those that are live."""
-        return self._lies_beyond(row) != self._is_beyond
+        return lies_beyond(row, self._border) != self._is_beyond

@@ -212,7 +212,7 @@ def test_prompts_by_short_factors_are_seen(monkeypatch):
     wanted = [expected(BORDER + 20, 30)]
     prompt = prompt_of(BORDER + 20)
     assert engine_of().generate(input_ids=[prompt], max_new_tokens=30, **GREEDY).token_ids == wanted
-    monkeypatch.setattr(prompt_keys, "switching_length", lambda model: None)
+    monkeypatch.setattr(prompt_keys, "lies_beyond", lambda row, border: False)
     assert engine_of().generate(input_ids=[prompt], max_new_tokens=30, **GREEDY).token_ids != wanted
 
 

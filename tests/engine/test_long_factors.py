@@ -9,6 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from longrope_models import longrope_phi3
+from plain_forwards import greedy_by_plain_forwards
 from tiny_models import SHAPE
 from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, RepetitionPenaltyLogitsProcessor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -30,11 +32,7 @@ GREEDY = {"temperature": 0.0, "stop_token_ids": []}
 
 
 def config_of(border: int = BORDER, context: int = CONTEXT) -> Phi3Config:
-    ropes = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3]}
-    return Phi3Config(
-        **{**SHAPE, "max_position_embeddings": context, "eos_token_id": None},
-        original_max_position_embeddings=border, rope_parameters={**ropes, "long_factor": [2.0, 3.0, 5.0, 9.0]},
-    )  # fmt: skip
+    return longrope_phi3(border, context, eos_token_id=None)
 
 
 @cache
@@ -48,13 +46,9 @@ def prompt_of(length: int) -> list[int]:
 
 
 @cache
-@torch.inference_mode()
 def expected(length: int, count: int) -> list[int]:
     """Alone, by a plain forward per token."""
-    model, tokens = copy.deepcopy(model_of()), prompt_of(length)
-    for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[length:]
+    return greedy_by_plain_forwards(copy.deepcopy(model_of()), prompt_of(length), count)
 
 
 @pytest.mark.skipif("next_sequence_length" not in PREPARING, reason="this transformers loses a text's keys there")
@@ -180,12 +174,8 @@ def test_sampled_rows_are_those_of_plain_forwards(verifier):
 def test_penalties_and_streams_cross_too():
     engine, prompt = engine_of(), prompt_of(BORDER - 9)
     settings = {"max_new_tokens": 40, "temperature": 0.0, "repetition_penalty": 1.3, "stop_token_ids": []}
-    model, wanted = copy.deepcopy(model_of()), []
     penalty = RepetitionPenaltyLogitsProcessor(1.3)
-    with torch.inference_mode():
-        for _ in range(40):
-            ids = torch.tensor([prompt + wanted])
-            wanted.append(int(penalty(ids, model(ids, use_cache=False).logits[:, -1]).argmax()))
+    wanted = greedy_by_plain_forwards(copy.deepcopy(model_of()), prompt, 40, processor=penalty)
     call, _ = engine._new_call(None, None, input_ids=[prompt], **settings)
     with torch.inference_mode():
         for _ in call.steps():

@@ -3,28 +3,23 @@
 import numpy as np
 import pytest
 import torch
+from longrope_models import FACTORS, longrope_phi3
+from plain_forwards import greedy_by_plain_forwards
 from tiny_models import SHAPE
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import stand
 from stand.forward import self_check
 from stand.forward.model import max_positions
 
 BORDER, CONTEXT = 32, 96
-LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 5.0, 9.0]}
+LONG = {"rope_type": "longrope", **FACTORS}
 LLAMA3 = {"rope_type": "llama3", "factor": 3.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def llama(context: int = CONTEXT, **rope) -> LlamaConfig:
     rope = {"rope_theta": 10000.0, **rope} if rope else None
     return LlamaConfig(**{**SHAPE, "max_position_embeddings": context}, rope_parameters=rope)
-
-
-def phi3(context: int) -> Phi3Config:
-    return Phi3Config(
-        **{**SHAPE, "max_position_embeddings": context},
-        original_max_position_embeddings=BORDER, rope_parameters={**LONG, "rope_theta": 10000.0},
-    )  # fmt: skip
 
 
 KINDS = {
@@ -35,8 +30,8 @@ KINDS = {
     "llama3": llama(**LLAMA3, original_max_position_embeddings=BORDER),
     "dynamic_short": llama(BORDER, rope_type="dynamic", factor=3.0),
     "longrope": llama(**LONG, original_max_position_embeddings=BORDER),
-    "longrope_phi3": phi3(CONTEXT),
-    "longrope_phi3_short": phi3(BORDER),
+    "longrope_phi3": longrope_phi3(BORDER, CONTEXT),
+    "longrope_phi3_short": longrope_phi3(BORDER, BORDER),
 }
 SERVED = {kind: BORDER if "short" in kind or kind == "longrope" else CONTEXT for kind in KINDS}
 LENGTHS = (6, BORDER - 6, BORDER - 2, BORDER + 8)  # far from the border, two that reach it, one that is over it
@@ -60,11 +55,7 @@ def by_transformers(model, prompt: list[int], count: int) -> list[int]:
 
 def by_plain_forwards(model, prompt: list[int], count: int) -> list[int]:
     """What `generate` of Phi-3 means to do; some versions of transformers lose the text's keys at the border."""
-    with torch.inference_mode():
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + count and tokens[-1:] != [SHAPE["eos_token_id"]]:
-            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    return greedy_by_plain_forwards(model, prompt, count, end=SHAPE["eos_token_id"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

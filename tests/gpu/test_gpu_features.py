@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from failures import failing_after
 from plain_eagle import random_head
 from plain_kernels import use_plain_kernels
+from step_pair import OTHER_STEPS
 from tiny_models import kernel_model
 
 import stand
@@ -87,7 +88,7 @@ def test_a_heads_drafts_are_those_of_eager_steps(verifier, settings):
     assert outputs[0].stats.num_draft_tokens == outputs[1].stats.num_draft_tokens > 50
 
 
-@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}])
+@pytest.mark.parametrize("asked", OTHER_STEPS)
 def test_steps_in_two_parts_and_eager_ones_have_features(asked):
     drafters = [Watched() for _ in range(2)]
     for name, drafter in zip(("sdpa", "triton"), drafters, strict=True):

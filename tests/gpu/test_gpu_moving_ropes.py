@@ -5,10 +5,11 @@ from functools import cache
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 pytest.importorskip("triton")
 
+from longrope_models import FACTORS_OF_64, ONE_HEAD_OF_64, longrope_phi3
 from plain_kernels import use_plain_kernels
 from tiny_models import SHAPE
 
@@ -18,7 +19,6 @@ from stand.gpu.captured_step import CapturedStep
 from stand.step import EagerStep
 
 BORDER = 128
-FACTORS = {"short_factor": [1.0 + 0.01 * place for place in range(32)], "long_factor": [4.0] * 32}
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 30, "temperature": 0.6, "top_k": 0, "seed": 4}
 CHOOSES_ON_THE_DEVICE = tuple(map(int, transformers.__version__.split(".")[:2])) >= forward_model.CHOOSING_ON_DEVICE
@@ -26,17 +26,14 @@ CHOOSES_ON_THE_DEVICE = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 @cache
 def model_of(kind: str):
-    shape = {**SHAPE, "hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    shape = SHAPE | ONE_HEAD_OF_64
     torch.manual_seed(0)
     if kind == "dynamic":
         config = LlamaConfig(
             **shape, head_dim=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         )
     else:
-        config = Phi3Config(
-            **shape, original_max_position_embeddings=BORDER,
-            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **FACTORS},
-        )  # fmt: skip
+        config = longrope_phi3(BORDER, shape["max_position_embeddings"], factors=FACTORS_OF_64, **shape)
     return AutoModelForCausalLM.from_config(config).eval()
 
 

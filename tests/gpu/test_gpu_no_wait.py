@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda, mirrored, onto_fake_device
+from longrope_models import FACTORS_OF_64, ONE_HEAD_OF_64, longrope_phi3
 from no_host_copy import HostCopyError, NoHostCopy, NoWaitingUpload, WaitingUploadError
 from no_kernel import Launches
 from page_tables import alike
@@ -24,7 +25,7 @@ from plain_streams import random_streams
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model
 from tiny_models import CONFIGS, SHAPE, kernel_model
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Phi3Config
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 from transformers.generation import logits_process as library
 from unequal_models import new_deepseek, new_gemma4, unequal_model
 
@@ -391,13 +392,7 @@ def test_no_family_waits(family):
 
 def test_longrope_waits_only_where_its_kind_is_refused():
     """As `waiting_ropes` says of this transformers."""
-    config = Phi3Config(
-        **{**SHAPE, "hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1},
-        original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32,
-        },
-    )  # fmt: skip
+    config = longrope_phi3(64, 512, factors=FACTORS_OF_64, **ONE_HEAD_OF_64)
     model = AutoModelForCausalLM.from_config(config).eval()
     expected = pytest.raises(DataDependentOutputException) if waiting_ropes(model) else nullcontext()
     with expected:

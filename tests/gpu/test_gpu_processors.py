@@ -3,7 +3,7 @@ fails."""
 
 import gc
 import weakref
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from failures import failing_after
 from plain_kernels import use_plain_kernels
+from step_pair import taught_lookup
 from tiny_models import kernel_model
 
 import stand
@@ -63,17 +64,11 @@ def captured_only(monkeypatch):
     monkeypatch.setattr(PooledStep, "starting", None)
 
 
-@cache
-def taught_lookup() -> stand.BlendedLookup:
-    """It has read samples of the model; nothing here teaches it more, since captured steps learn a step later."""
-    lookup = stand.BlendedLookup()
-    engine = stand.wrap(kernel_model("qwen2"), drafter=stand.BlendedDrafter(lookup, budget=16), backend="sdpa")
-    engine.generate(input_ids=PROMPTS, num_return_sequences=3, max_new_tokens=60, temperature=0.4, seed=1)
-    return lookup
+LOOKUP = cache(partial(taught_lookup, kernel_model("qwen2"), PROMPTS, 60))  # it learns no more: captured steps are late
 
 
 def engine_of(name, *, verifier="match"):
-    drafter = stand.BlendedDrafter(taught_lookup(), budget=16)
+    drafter = stand.BlendedDrafter(LOOKUP(), budget=16)
     return stand.wrap(kernel_model("qwen2"), verifier=verifier, backend=name, drafter=drafter, fuse=False)
 
 

@@ -12,6 +12,7 @@ from failures import failing_after
 from plain_kernels import use_plain_kernels
 from plain_scan import use_plain_scans
 from recurrent_models import recurrent_kernel_model
+from step_pair import HOT
 from tiny_models import kernel_model
 
 import stand
@@ -29,7 +30,6 @@ PROMPT = np.random.default_rng(1).integers(3, 40, 75).tolist()  # a whole page o
 SETTINGS = {
     "num_return_sequences": 8, "max_new_tokens": 70, "stop_token_ids": [], "temperature": 1.0, "top_k": 0, "seed": 3,
 }  # fmt: skip
-HOT = {"temperature": 2e4, "top_p": 0.9}  # filters of so hot a law take eager steps
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from failures import failing_after
 from plain_kernels import use_plain_kernels
 from plain_scan import use_plain_scans
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model
-from step_pair import PROMPTS, StepPair, growing_pools, put_back_after
+from step_pair import OTHER_STEPS, PROMPTS, StepPair, growing_pools, put_back_after
 
 import stand
 from stand.drafters.blended import BlendedDrafter
@@ -93,7 +93,7 @@ def test_a_failure_goes_on_with_the_same_states(family, part, monkeypatch):
         assert engine.generate(PROMPTS, **PAIR.settings, max_rows=4).token_ids == expected
 
 
-@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}])
+@pytest.mark.parametrize("asked", OTHER_STEPS)
 @pytest.mark.parametrize("family", EACH)
 def test_steps_in_two_parts_and_eager_ones_over_the_pool(family, asked):
     eager, other = PAIR.both(family, **asked, captured={"max_rows": 3}, verifier="match")

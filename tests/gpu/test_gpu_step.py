@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from failures import failing_after
 from plain_kernels import use_plain_kernels
+from step_pair import HOT, taught_lookup
 from tiny_models import CONFIGS, kernel_model
 
 import stand
@@ -21,7 +22,7 @@ from stand.gpu.device_rule import rule_like
 from stand.gpu.packets import page_table
 from stand.gpu.runner import DirectRunner
 from stand.scheduling import kept_prompts, prefilled, prompt_keys
-from stand.trees import BlendedLookup, DraftBatch
+from stand.trees import DraftBatch
 from stand.verifiers.rules.match import MatchVerifier
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
@@ -30,14 +31,6 @@ PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 @pytest.fixture
 def plain_kernels(monkeypatch):
     use_plain_kernels(monkeypatch)
-
-
-def taught_lookup() -> BlendedLookup:
-    """A lookup that drafts much, and often rightly: it has read the model's own samples."""
-    lookup = BlendedLookup()
-    engine = stand.wrap(kernel_model("qwen2"), drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
-    engine.generate(input_ids=PROMPTS, num_return_sequences=3, max_new_tokens=60, temperature=0.4, seed=1)
-    return lookup
 
 
 def generate(backend, *, verifier="match", family="qwen2", lookup=None, budget=16, **settings):
@@ -53,7 +46,7 @@ def generate(backend, *, verifier="match", family="qwen2", lookup=None, budget=1
 )
 @pytest.mark.parametrize("verifier", ["match", "coupled", "traversal"])
 def test_tokens_equal_the_eager_step(plain_kernels, verifier, settings):
-    lookup = taught_lookup()
+    lookup = taught_lookup(kernel_model("qwen2"), PROMPTS, 60)
     eager, captured = (generate(name, verifier=verifier, lookup=lookup, **settings) for name in ("sdpa", "triton"))
     assert captured.token_ids == eager.token_ids
     assert captured.stats.num_steps == eager.stats.num_steps
@@ -80,7 +73,7 @@ class Recorder(BlendedDrafter):
 def test_what_is_learned_late_is_what_is_learned(plain_kernels):
     recorders = []
     for name in ("sdpa", "triton"):
-        recorders.append(Recorder(taught_lookup()))
+        recorders.append(Recorder(taught_lookup(kernel_model("qwen2"), PROMPTS, 60)))
         engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=name, drafter=recorders[-1], fuse=False)
         engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.6, seed=4)
     assert len(recorders[0].lessons) > 10
@@ -95,10 +88,13 @@ def test_what_is_learned_late_is_what_is_learned(plain_kernels):
 
 def test_growth_of_the_cache_keeps_its_keys(plain_kernels, monkeypatch):
     """Table and pool begin with one page per row."""
-    expected = generate("triton", lookup=taught_lookup(), max_new_tokens=400)
+    expected = generate("triton", lookup=taught_lookup(kernel_model("qwen2"), PROMPTS, 60), max_new_tokens=400)
     monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
     monkeypatch.setattr(page_table, "DRAFT_ROOM", 32)
-    assert generate("triton", lookup=taught_lookup(), max_new_tokens=400).token_ids == expected.token_ids
+    assert (
+        generate("triton", lookup=taught_lookup(kernel_model("qwen2"), PROMPTS, 60), max_new_tokens=400).token_ids
+        == expected.token_ids
+    )
 
 
 @pytest.mark.parametrize("max_rows", [1, 3])
@@ -108,7 +104,7 @@ def test_rows_that_enter_free_places_have_their_tokens(plain_kernels, max_rows):
     settings = {"num_return_sequences": 3, "max_new_tokens": 30, "temperature": 0.6, "seed": 4, "top_k": 0}
     outputs = []
     for name, places in (("sdpa", None), ("triton", max_rows)):
-        drafter = BlendedDrafter(taught_lookup(), budget=16)
+        drafter = BlendedDrafter(taught_lookup(kernel_model("qwen2"), PROMPTS, 60), budget=16)
         engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=name, drafter=drafter, fuse=False)
         outputs.append(engine.generate(input_ids=prompts, **settings, max_rows=places).token_ids)
     assert outputs[0] == outputs[1] and str(engine.backend) == "triton"
@@ -259,7 +255,7 @@ def test_prompts_that_begin_alike_share_their_chunks(plain_kernels, monkeypatch)
 
 
 def test_filters_of_a_hot_law_take_the_eager_step(plain_kernels):
-    eager, other = (generate(name, temperature=2e4, top_p=0.9) for name in ("sdpa", "triton"))
+    eager, other = (generate(name, **HOT) for name in ("sdpa", "triton"))
     assert other.token_ids == eager.token_ids
 
 

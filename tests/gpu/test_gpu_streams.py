@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from failures import failing_after
 from plain_kernels import use_plain_kernels
 from plain_streams import plain_stream_logits, random_streams
+from step_pair import OTHER_STEPS
 from tiny_models import kernel_model
 
 import stand
@@ -110,7 +111,7 @@ def test_fused_modules_change_nothing():
     assert_same(decode("sdpa", alone, **few), decode("triton", alone, fuse=True, **few))
 
 
-@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}])
+@pytest.mark.parametrize("asked", OTHER_STEPS)
 def test_steps_in_two_parts_and_eager_ones_over_the_pool(asked):
     assert_same(*(decode(name, alone, **asked) for name in ("sdpa", "triton")))
 

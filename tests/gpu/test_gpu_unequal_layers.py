@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from failures import failing_after
 from plain_kernels import use_plain_kernels
-from step_pair import PROMPTS, StepPair, growing_pools, put_back_after
+from step_pair import OTHER_STEPS, PROMPTS, StepPair, growing_pools, put_back_after
 from tiny_models import kernel_model
 from unequal_models import unequal_model
 
@@ -72,7 +72,7 @@ def test_pools_that_grow_keep_their_keys(plain_kernels, family, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_steps_over_the_pool(plain_kernels, family, monkeypatch):
     """With filters of a hot law, and after a failure; and steps in two parts, with a penalty."""
-    for asked in ({"repetition_penalty": 1.3}, {"temperature": 2e4, "top_p": 0.9}):
+    for asked in OTHER_STEPS:
         eager, other = PAIR.both(family, **asked, verifier="match", captured={"max_rows": 3})
         assert other.token_ids == eager.token_ids
     expected = PAIR.engine_of(family, verifier="match").generate(PROMPTS, **PAIR.settings).token_ids

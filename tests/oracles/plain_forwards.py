@@ -29,6 +29,17 @@ def plain_logits(model, token_ids) -> torch.Tensor:
     return model(input_ids=torch.tensor([list(map(int, token_ids))]), use_cache=False).logits[0, -1]
 
 
+@torch.inference_mode()
+def greedy_by_plain_forwards(model, prompt, count: int, *, end: int | None = None, processor=None) -> list[int]:
+    """Each token by a forward over the whole text; up to `count` new ones, or to `end`."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and tokens[-1] != end:
+        scores = plain_logits(model, tokens)[None]
+        scores = scores if processor is None else processor(torch.tensor([tokens]), scores)
+        tokens.append(int(scores.argmax()))
+    return tokens[len(prompt) :]
+
+
 def prefilled(model, prompts, *, chunk=512) -> TreeCache:
     cache = TreeCache(num_rows=len(prompts), room=1)
     for row, prompt in enumerate(prompts):

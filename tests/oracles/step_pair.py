@@ -14,6 +14,16 @@ from stand.trees import BlendedLookup
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]  # one with nothing before its only token
 BUDGET = 16
+HOT = {"temperature": 2e4, "top_p": 0.9}  # filters of so hot a law take eager steps
+OTHER_STEPS = [{"repetition_penalty": 1.3}, HOT]  # than those of one graph: in two parts, and eager ones
+
+
+def taught_lookup(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int) -> BlendedLookup:
+    """A lookup that drafts much, and often rightly: it has read the model's own samples."""
+    lookup = BlendedLookup()
+    teacher = stand.wrap(model, drafter=BlendedDrafter(lookup, budget=BUDGET), backend="sdpa")
+    teacher.generate(input_ids=prompts, num_return_sequences=3, max_new_tokens=max_new_tokens, temperature=0.4, seed=1)
+    return lookup
 
 
 class StepPair:
@@ -28,10 +38,7 @@ class StepPair:
 
     def taught_lookup(self, family: str) -> BlendedLookup:
         if family not in self._lookups:
-            lookup = self._lookups[family] = BlendedLookup()
-            drafter = BlendedDrafter(lookup, budget=BUDGET)
-            teacher = stand.wrap(self._model_of(family), drafter=drafter, backend="sdpa")
-            teacher.generate(PROMPTS, num_return_sequences=3, max_new_tokens=40, temperature=0.4, seed=1)
+            self._lookups[family] = taught_lookup(self._model_of(family), PROMPTS, 40)
         return self._lookups[family]
 
     def engine_of(

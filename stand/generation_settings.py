@@ -186,13 +186,13 @@ class GenerationSettings:
         return TargetLaw.of(processors, is_sampled=self.config.do_sample, end_ids=self.end_ids)
 
     def processors(
-        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, *, own: Sequence[LogitsProcessor] = ()
+        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, *, own: Sequence = (), **more: object
     ) -> list[LogitsProcessor]:
-        """As `GenerationMixin.generate` makes them for this prompt alone; own: the caller's, checked.
+        """As `GenerationMixin.generate` makes them for this prompt alone, of the caller's `own`, checked, and `more`.
 
         Raises ValueError by name for settings that transformers fails at."""
         try:
-            return self._processors(model, prompt, limit, own)
+            return self._processors(model, prompt, limit, own, **more)
         except Exception as error:  # transformers checks few values and says little of others
             values = {name: getattr(self.config, name, None) for name in sorted(LAW | SPECIAL)}
             asked = {name: value for name, value in values.items() if value not in (None, 0, 1)}
@@ -203,7 +203,7 @@ class GenerationSettings:
             ) from error
 
     def _processors(
-        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, own: Sequence[LogitsProcessor]
+        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, own: Sequence, **more: object
     ) -> list[LogitsProcessor]:
         config = copy.deepcopy(self.config)
         config.max_new_tokens = limit
@@ -218,7 +218,7 @@ class GenerationSettings:
             input_ids_seq_length=len(prompt),
             encoder_input_ids=input_ids,
             logits_processor=list(own),
-            device=device,
+            **{"device": device} | more,
         )
 
 

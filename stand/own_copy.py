@@ -14,7 +14,21 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 LEAVES = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, torch.Tensor)  # hold nothing shared
-SHARED = (PreTrainedTokenizerBase, torch.nn.Module, Event)  # by all copies: large and constant, or made to be shared
+# By all copies: large and constant, or made to be shared. Classes of grammar libraries are known by their full names.
+SHARED = (PreTrainedTokenizerBase, torch.nn.Module, Event, ModuleType)
+SHARED_NAMES = {
+    "xgrammar.compiler.CompiledGrammar",
+    "xgrammar.compiler.GrammarCompiler",
+    "xgrammar.tokenizer_info.TokenizerInfo",
+    "builtins.LLTokenizer",  # of llguidance
+    "outlines_core.Index",
+    "outlines_core.Vocabulary",
+}
+FORKED_NAMES = {  # by the method that copies: the libraries' matchers cannot be copied otherwise
+    "xgrammar.matcher.GrammarMatcher": "fork",
+    "builtins.LLMatcher": "deep_copy",
+    "builtins.LLInterpreter": "deep_copy",
+}
 
 
 def own_copy(part: object, rule: str) -> object:
@@ -25,7 +39,7 @@ def own_copy(part: object, rule: str) -> object:
     parts = part if isinstance(part, list) else [part]
     names = ", ".join(type(one).__name__ for one in parts)
     try:
-        return copy.deepcopy(part, _shared(parts))
+        return copy.deepcopy(part, _copied(parts))
     except Exception as error:  # a class may raise anything from its copying
         raise ValueError(
             f"{rule}, got {names} with {type(error).__name__}: {error}; keep a flag in a "
@@ -34,19 +48,21 @@ def own_copy(part: object, rule: str) -> object:
         ) from error
 
 
-def _shared(parts: Sequence[object]) -> dict[int, object]:
-    """SHARED objects within `parts` by their ids: `deepcopy` takes them for copied already. Of what is copied by a
-    `__deepcopy__` of its own, which may copy every attribute, these are looked at and not into."""
+def _copied(parts: Sequence[object]) -> dict[int, object]:
+    """SHARED objects within `parts`, and forks of others, by their ids: `deepcopy` takes them for copied already. Of
+    what is copied by a `__deepcopy__` of its own, which may copy every attribute, these are looked at and not into."""
     found: dict[int, object] = {}
     seen: set[int] = set()
     waiting = [inner for part in parts for inner in _inside(part)]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, LEAVES) or id(one) in seen or isinstance(one, (type, FunctionType, ModuleType)):
+        if isinstance(one, LEAVES) or id(one) in seen or isinstance(one, (type, FunctionType)):
             continue
         seen.add(id(one))
-        if isinstance(one, SHARED):
+        if _is_shared(one):
             found[id(one)] = one
+        elif _name(one) in FORKED_NAMES:
+            found[id(one)] = getattr(one, FORKED_NAMES[_name(one)])()
         elif isinstance(one, dict):
             waiting += one.values()
         elif isinstance(one, (list, tuple, set, frozenset)):
@@ -54,6 +70,14 @@ def _shared(parts: Sequence[object]) -> dict[int, object]:
         else:
             waiting += _inside(one)
     return found
+
+
+def _is_shared(one: object) -> bool:
+    return isinstance(one, SHARED) or _name(one) in SHARED_NAMES
+
+
+def _name(one: object) -> str:
+    return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
 def _inside(one: object) -> list[object]:
@@ -69,5 +93,6 @@ def _inside(one: object) -> list[object]:
     ]  # fmt: skip
     attributes = getattr(one, "__dict__", None)
     if hasattr(one, "__deepcopy__"):
-        return [inner for inner in (*slots, *(attributes or {}).values()) if isinstance(inner, SHARED)]
+        attached = (*slots, *(attributes or {}).values())
+        return [inner for inner in attached if _is_shared(inner) or _name(inner) in FORKED_NAMES]
     return [*given, *slots, attributes]

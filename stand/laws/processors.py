@@ -13,6 +13,9 @@ import torch
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as library
 
+from stand.laws.allowed_tokens import AllowedTokens
+from stand.laws.grammar_masks import GrammarMasks
+from stand.laws.matchers import has_matcher
 from stand.laws.node import Node, nodes_of
 from stand.laws.seen_tokens import SeenTokens
 from stand.own_copy import own_copy
@@ -53,12 +56,12 @@ BY_PREFIX = frozenset(
         library.WatermarkLogitsProcessor,
     }
 )
-# Refused by name, each with its reason.
+# Refused by name, each with its reason; the first one itself is served, and what derives from it is not.
 REFUSED = {
+    library.PrefixConstrainedLogitsProcessor: "its class may ask for a row's number in the batch, and rows run apart",
     library.UnbatchedClassifierFreeGuidanceLogitsProcessor: "it runs forwards of its own beside the packed ones",
     library.ClassifierFreeGuidanceLogitsProcessor: "it needs conditional and unconditional rows side by side",
     library.DiaClassifierFreeGuidanceLogitsProcessor: "it needs conditional and unconditional rows side by side",
-    library.PrefixConstrainedLogitsProcessor: "its function asks for a row's number in the batch, and rows run apart",
     library.AlternatingCodebooksLogitsProcessor: "it belongs to an audio model",
     library.DiaEOSChannelFilterLogitsProcessor: "it belongs to an audio model",
     library.DiaEOSDelayPatternLogitsProcessor: "it belongs to an audio model",
@@ -88,7 +91,7 @@ def checked_processors(processors: object) -> list[LogitsProcessor]:
                 f"{name} with {', '.join(arguments) or 'none'}; give it the rest when you make it"
             )
         reason = next((reason for kind, reason in REFUSED.items() if isinstance(processor, kind)), None)
-        if reason is not None:
+        if reason is not None and type(processor) is not library.PrefixConstrainedLogitsProcessor:
             raise ValueError(f"processors must work on one row at a time, got {name}: {reason}; leave it out")
     return found
 
@@ -118,14 +121,18 @@ class ProcessorChain:
         self._ends = {0: frozenset(end_ids)}  # by request
         self._kinds = [type(processor) for processor in first]
         self._has_prefixes = any(kind not in WITHOUT_PREFIX for kind in self._kinds)
-        self._per_row = {
-            place: PerRow({0: processor})
+        self._runners = {
+            place: _runner(processor)
             for place, processor in enumerate(first)
             if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
         }
-        self._num_stateful = max(self._per_row, default=-1) + 1  # up to the last of these
+        by_depth = (place for place, runner in self._runners.items() if not isinstance(runner, GrammarMasks))
+        self._num_by_depth = max(by_depth, default=-1) + 1  # up to the last of these
         self._may_forbid = any(
-            type(processor) not in WITHOUT_PREFIX and not _asks_which_tokens(processor) for processor in first
+            type(processor) not in WITHOUT_PREFIX
+            and not _asks_which_tokens(processor)
+            and not isinstance(self._runners.get(place), GrammarMasks)
+            for place, processor in enumerate(first)
         )
         self._seen = SeenTokens()
 
@@ -138,14 +145,14 @@ class ProcessorChain:
                 f"{_names(self._kinds)}; give end tokens to all or none, or make two calls"
             )
         self.by_request[request], self._ends[request] = list(processors), frozenset(end_ids)
-        for place, per_row in self._per_row.items():
-            per_row.by_request[request] = processors[place]
+        for place, runner in self._runners.items():
+            runner.by_request[request] = processors[place]
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """The row has ended, and with the last one its request."""
         self._seen.forget(row)
-        for per_row in self._per_row.values():
-            per_row.forget(row, is_last=is_last)
+        for runner in self._runners.values():
+            runner.forget(row, is_last=is_last)
         if is_last:
             self.by_request.pop(row.request, None)
             self._ends.pop(row.request, None)
@@ -157,8 +164,8 @@ class ProcessorChain:
         decoding asks nothing there.
         """
         nodes = nodes_of(batch, rows) if self._has_prefixes else []
-        processed = self._by_depth(scores, nodes) if self._num_stateful else scores
-        later = range(self._num_stateful, len(self._kinds))
+        processed = self._by_depth(scores, nodes) if self._num_by_depth else scores
+        later = range(self._num_by_depth, len(self._kinds))
         processed = self._run(later, processed, nodes, request=rows[0].request)
         unasked = self._unasked(processed, nodes) if self._may_forbid else []
         if unasked:
@@ -176,13 +183,13 @@ class ProcessorChain:
         return sorted(found)
 
     def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
-        """The processors up to the last of `_per_row`, depth by depth, and never below a token that they forbid or that
+        """The processors up to the last that asks so, depth by depth, and never below a token that they forbid or that
         ends the row: plain decoding asks nothing there. The model's scores stay, for no token is drawn from them."""
         scores, reached = scores.clone(), [node for node in nodes if not node.path]
         while reached:
             places = [node.place for node in reached]
             request = reached[0].row.request
-            scores[places] = self._run(range(self._num_stateful), scores[places], reached, request=request)
+            scores[places] = self._run(range(self._num_by_depth), scores[places], reached, request=request)
             parents = set(places)
             below = [node for node in nodes if node.path and node.parent in parents]
             reached = list(compress(below, self._are_open(scores, below)))
@@ -204,8 +211,8 @@ class ProcessorChain:
             processor = processors[place]
             if type(processor) in WITHOUT_PREFIX:
                 scores = processor(None, scores)
-            elif place in self._per_row:
-                scores = self._per_row[place](scores, nodes)
+            elif place in self._runners:
+                scores = self._runners[place](scores, nodes)
             elif _asks_which_tokens(processor):
                 scores = processor(self._seen.prefixes(nodes, scores.device), scores)
             else:
@@ -213,6 +220,13 @@ class ProcessorChain:
                 for (owner, _), (lines, prefixes) in groups.items():
                     scores[lines] = self.by_request[owner][place](prefixes, scores[lines])
         return scores
+
+
+def _runner(processor: LogitsProcessor) -> PerRow | GrammarMasks | AllowedTokens:
+    """For request 0. Raises ValueError where it cannot run node by node."""
+    if type(processor) is library.PrefixConstrainedLogitsProcessor:
+        return AllowedTokens({0: processor})
+    return GrammarMasks({0: processor}) if has_matcher(processor) else PerRow({0: processor})
 
 
 def _names(kinds: Sequence[type]) -> str:

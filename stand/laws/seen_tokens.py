@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from stand.forward.devices import is_nvidia
 from stand.laws.node import Node
+from stand.laws.upload import uploaded
 from stand.row import Row
 
 
@@ -46,7 +46,7 @@ class SeenTokens:
         of_paths = [node.path or node.row.history[-1:] for node in nodes]
         owners = np.array([lines[node.row.index] for node in nodes], dtype=np.int64)
         parts = owners, _filled_up(of_rows), _filled_up(of_paths)
-        owners, histories, paths = (_uploaded(part, device) for part in parts)
+        owners, histories, paths = (uploaded(part, device) for part in parts)
         return torch.cat([histories[owners], paths], dim=1)
 
     def forget(self, row: Row) -> None:
@@ -58,12 +58,6 @@ class SeenTokens:
         tokens = self._of_row.setdefault(row.index, _Tokens())
         tokens.follow(row.history)
         return tokens.ids
-
-
-def _uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device. Nobody waits for what runs on a GPU of NVIDIA, as torch does where memory is not page-locked."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if is_nvidia(device) else tensor.to(device)
 
 
 def _filled_up(lines: Sequence[Sequence[int]]) -> np.ndarray:

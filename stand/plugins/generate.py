@@ -25,7 +25,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from stand.engine import Engine
@@ -39,12 +39,11 @@ ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
 MADE_BY_GENERATE = {"attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"}
 NOT_FORWARDED = {  # arguments of `generate` that a hub folder receives: why only None is served
     "assistant_model": "the engine drafts by its own drafter",
-    "prefix_allowed_tokens_fn": "it asks for a row's number in the batch, and rows run apart",
     "negative_prompt_ids": "guidance needs a second forward over every node",
     "negative_prompt_attention_mask": "guidance needs a second forward over every node",
 }
 NOT_HANDED_OVER = {  # arguments that `generate` keeps from a function: why none is served
-    **{name: reason for name, reason in NOT_FORWARDED.items() if name != "prefix_allowed_tokens_fn"},  # a processor
+    **NOT_FORWARDED,
     "synced_gpus": "ranks draft apart and take other numbers of steps",
 }
 
@@ -144,6 +143,7 @@ def stand_generate(
         attention_mask=torch.ones_like(input_ids[::num_samples]) if mask is None else mask[::num_samples],
         generation_config=_for_single_rows(generation_config, width, processors),
         logits_processors=processors,
+        prefix_allowed_tokens_fn=_of_caller("prefix_allowed_tokens_fn"),
         stopping_criteria=criteria,
         stop_token_ids=[] if generation_config.eos_token_id is None else None,
         seed=stand_seed,
@@ -268,15 +268,13 @@ def _own_processors(
     `generate` puts them after the config's processors and before its sampling filters; but one of a class that the
     config asks for too takes that one's place.
     """
-    if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in prepared):
-        reason = NOT_FORWARDED["prefix_allowed_tokens_fn"]
-        raise ValueError(f"prefix_allowed_tokens_fn must be None here, got a value: {reason}; leave it out")
     marker = LogitsProcessorList([_nothing])
     made = model._get_logits_processor(
         config,
         input_ids_seq_length=input_ids.shape[1],
         encoder_input_ids=input_ids[:: config.num_return_sequences or 1],
         logits_processor=marker,
+        prefix_allowed_tokens_fn=_of_caller("prefix_allowed_tokens_fn"),
         device=input_ids.device,
         model_kwargs=dict(model_kwargs),
     )

@@ -16,6 +16,7 @@ from stand.argument_checks import whole_number
 from stand.forward.devices import input_device
 from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings
+from stand.laws.allowed_tokens import AllowedByPrompt
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
 from stand.numbered_keys import NumberedKeys
@@ -43,12 +44,21 @@ class JobReader:
         stop_token_ids: object = None,
         stopping_criteria: object = None,
         logits_processors: object = None,
+        prefix_allowed_tokens_fn: object = None,
         **settings: object,
     ):
         """problems: the engine's prompts by `problem_key`.
         settings: fields of `GenerationConfig`; the others are as in `Engine.generate`."""
         self._model, self._tokenizer, self._problems = model, tokenizer, problems
         self._processors = checked_processors(logits_processors)
+        self._more = {}
+        if prefix_allowed_tokens_fn is not None:
+            if not callable(prefix_allowed_tokens_fn):
+                raise ValueError(
+                    "prefix_allowed_tokens_fn must be callable with a prompt's number and a row's tokens, got "
+                    f"{prefix_allowed_tokens_fn!r:.80}; pass a function, as to transformers' generate"
+                )
+            self._more["prefix_allowed_tokens_fn"] = AllowedByPrompt(prefix_allowed_tokens_fn)
         default_end = None if tokenizer is None else tokenizer.eos_token_id
         self.settings = GenerationSettings.resolve(model, generation_config, stop_token_ids, default_end, **settings)
         self._strings = as_strings(stop)
@@ -115,7 +125,7 @@ class JobReader:
         """prompt: [L] int32, checked; settings and stop: default the call's."""
         settings = self.settings if settings is None else settings
         limit = settings.limits(self._model, [prompt])[0]
-        processors = settings.processors(self._model, prompt, limit, own=self._processors)
+        processors = settings.processors(self._model, prompt, limit, own=self._processors, **self._more)
         number = self._num_jobs
         if self._law is None:
             self._law = settings.law(processors)

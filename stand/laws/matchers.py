@@ -1,0 +1,183 @@
+"""Where a text stands in a grammar of xgrammar, llguidance or outlines_core, behind one interface.
+
+Their logits processors take the matcher of a row one token on per call. Drafts branch, so here a matcher also goes
+back. Processors are known by the names of their classes: whoever gives one has imported its library.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import import_module
+
+import numpy as np
+import torch
+
+MOST_BACK = 1024  # tokens that an outlines_core guide can go back: more than a draft is deep
+
+
+class Matcher(ABC):
+    """Of one row. Beyond its end a grammar takes no tokens, and its mask stays."""
+
+    allows_beyond = False  # whether tokens may be drawn whose numbers are beyond those of the mask
+
+    def __init__(self, num_tokens: int):
+        """num_tokens: those that its mask tells of."""
+        self.num_words = -(-num_tokens // 32)
+        self._has_moved: list[bool] = []  # by token taken
+
+    @property
+    def num_taken(self) -> int:
+        """Tokens that lie behind it."""
+        return len(self._has_moved)
+
+    def take(self, token: int) -> None:
+        """The text goes on. Raises RuntimeError where the grammar does not allow the token."""
+        moves = not self._has_ended(token)
+        if moves and not self._take(token):
+            raise RuntimeError(
+                f"a grammar must allow each token of its row, got token {token} after {self.num_taken} others, which "
+                "it forbids; put no processor after it that brings forbidden tokens back"
+            )
+        self._has_moved.append(moves)
+
+    def go_back(self, count: int) -> None:
+        """By so many tokens."""
+        if count:
+            moves = sum(self._has_moved[-count:])
+            del self._has_moved[-count:]
+            self._go_back(moves)
+
+    @abstractmethod
+    def write_mask(self, words: np.ndarray) -> None:
+        """words: [num_words] int32, contiguous; bit t % 32 of word t // 32 tells whether token t is allowed next."""
+
+    @abstractmethod
+    def _has_ended(self, token: int) -> bool:
+        """Whether it takes no tokens any more; token: the one that comes."""
+
+    @abstractmethod
+    def _take(self, token: int) -> bool: ...
+
+    @abstractmethod
+    def _go_back(self, count: int) -> None: ...
+
+
+class XGrammarMatcher(Matcher):
+    """Of xgrammar. Its processors leave tokens beyond the mask as they are."""
+
+    allows_beyond = True
+
+    def __init__(self, grammar: object, num_tokens: int):
+        """grammar: an xgrammar.CompiledGrammar."""
+        super().__init__(num_tokens)
+        self._matcher = import_module("xgrammar").GrammarMatcher(grammar)
+        self._last = 0  # token taken
+
+    def write_mask(self, words: np.ndarray) -> None:
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(torch.from_numpy(words[None]))
+            return
+        self._matcher.rollback(1)  # after the end there is none, and its processors keep the one before
+        self._matcher.fill_next_token_bitmask(torch.from_numpy(words[None]))
+        self._matcher.accept_token(self._last)
+
+    def _has_ended(self, token: int) -> bool:
+        return self._matcher.is_terminated()
+
+    def _take(self, token: int) -> bool:
+        self._last = token
+        return self._matcher.accept_token(token)
+
+    def _go_back(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+
+
+class GuidanceMatcher(Matcher):
+    """Of llguidance."""
+
+    def __init__(self, tokenizer: object, grammar: object):
+        """tokenizer: an llguidance.LLTokenizer; grammar: what its LLMatcher takes."""
+        super().__init__(tokenizer.vocab_size)
+        self._matcher = import_module("llguidance").LLMatcher(tokenizer, grammar)
+
+    def write_mask(self, words: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def _has_ended(self, token: int) -> bool:
+        return self._matcher.is_stopped()
+
+    def _take(self, token: int) -> bool:
+        return self._matcher.consume_token(token)
+
+    def _go_back(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+
+
+class OutlinesMatcher(Matcher):
+    """Of outlines_core: an automaton of a regular expression."""
+
+    def __init__(self, index: object, num_tokens: int):
+        """index: an outlines_core.Index."""
+        super().__init__(num_tokens)
+        self._guide = import_module("outlines_core").Guide(index, MOST_BACK)
+
+    def write_mask(self, words: np.ndarray) -> None:
+        self._guide.write_mask_into(words.ctypes.data, words.size, words.itemsize)
+
+    def _has_ended(self, token: int) -> bool:
+        return self._guide.is_finished() and not self._guide.accepts_tokens([token])
+
+    def _take(self, token: int) -> bool:
+        if not self._guide.accepts_tokens([token]):
+            return False
+        self._guide.advance(token, False)
+        return True
+
+    def _go_back(self, count: int) -> None:
+        self._guide.rollback_state(count)
+
+
+def _xgrammar(processor: object, row: int, num_tokens: int) -> Matcher:
+    grammars = processor.compiled_grammars
+    if len(grammars) > 1 and row >= len(grammars):
+        raise ValueError(
+            f"a processor of several grammars must have one for each row, got {len(grammars)} and row {row}; give it "
+            "one for all rows"
+        )
+    return XGrammarMatcher(grammars[row if len(grammars) > 1 else 0], processor.full_vocab_size)
+
+
+# By the full name of a processor's class: whether one is new; a matcher for a row's number and the vocabulary's size.
+KNOWN: dict[str, tuple[Callable[[object], bool], Callable[[object, int, int], Matcher]]] = {
+    "xgrammar.contrib.hf.LogitsProcessor": (lambda one: not one.matchers, _xgrammar),
+    "outlines.backends.xgrammar.XGrammarLogitsProcessor": (
+        lambda one: one.is_first_token,
+        lambda one, row, num_tokens: XGrammarMatcher(one.compiled_grammar, num_tokens),
+    ),
+    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": (
+        lambda one: one.is_first_token,
+        lambda one, row, num_tokens: GuidanceMatcher(one.llg_tokenizer, one.grammar),
+    ),
+    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": (
+        lambda one: one.is_first_token,
+        lambda one, row, num_tokens: OutlinesMatcher(one.index, num_tokens),
+    ),
+}
+
+
+def has_matcher(processor: object) -> bool:
+    """Whether it is a grammar library's. Raises ValueError where another call has begun with it."""
+    name = f"{type(processor).__module__}.{type(processor).__qualname__}"
+    if name in KNOWN and not KNOWN[name][0](processor):
+        raise ValueError(
+            f"a grammar's processor must be new, got one of {name} that has begun a text; make one for this call"
+        )
+    return name in KNOWN
+
+
+def matcher_for(processor: object, row: int, num_tokens: int) -> Matcher:
+    """Of a new text. row: its number in the call; num_tokens: of the model's vocabulary."""
+    return KNOWN[f"{type(processor).__module__}.{type(processor).__qualname__}"][1](processor, row, num_tokens)

@@ -21,6 +21,7 @@ from transformers import (
     LogitsProcessor,
     MaxLengthCriteria,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
 )
@@ -55,6 +56,12 @@ class AfterLast(LogitsProcessor):
         for row, last in enumerate(input_ids[:, -1].tolist()):
             scores[row, last : last + 25] = -float("inf")
         return scores
+
+
+def few_after(number, tokens):
+    """What may follow: other tokens for each prompt, by the last token alone, for the engine takes padding off."""
+    last = int(tokens[-1])
+    return [(last + 7) % 60, (3 * last + 11 * number) % 60, 20 + number]
 
 
 class EndsAt(StoppingCriteria):
@@ -108,6 +115,25 @@ EQUAL = {
     "own criterion": {"stopping_criteria": [EndsAt()]},
     "stop strings": {"stopping_criteria": [StopStringCriteria(letter_tokenizer(), LETTERS[30:40])]},
     "several rows per prompt": {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "eos_token_id": ENDS},
+    "allowed tokens": {"prefix_allowed_tokens_fn": few_after},
+    "allowed tokens in several rows per prompt": {
+        "prefix_allowed_tokens_fn": few_after, "do_sample": True, "top_k": 1, "num_return_sequences": 2,
+    },
+    "a processor of allowed tokens by rows": {
+        "logits_processor": [PrefixConstrainedLogitsProcessor(few_after, 1)], "do_sample": True, "top_k": 1,
+        "num_return_sequences": 2,
+    },
+    "a processor of allowed tokens in place of a function": {
+        "logits_processor": [PrefixConstrainedLogitsProcessor(few_after, 1)],
+        "prefix_allowed_tokens_fn": lambda number, tokens: [5],
+    },
+    "allowed tokens before forced ones": {
+        "prefix_allowed_tokens_fn": few_after, "forced_eos_token_id": 8, "suppress_tokens": [22, 21],
+        "repetition_penalty": 2.5,
+    },
+    "a processor of allowed tokens behind forced ones": {
+        "logits_processor": [PrefixConstrainedLogitsProcessor(few_after, 1)], "forced_eos_token_id": 8,
+    },
 }  # fmt: skip
 
 
@@ -281,7 +307,6 @@ REFUSED = {
     "output_logits": {"output_logits": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "guidance_scale": {"guidance_scale": 2.0},
-    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, tokens: [5, 6]},
     "assistant_model": {"assistant_model": tiny_model("llama")},
     "negative_prompt_ids": {"negative_prompt_ids": torch.tensor([[5, 6]] * 3)},
     "synced_gpus": {"synced_gpus": True},

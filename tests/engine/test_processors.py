@@ -250,6 +250,10 @@ class Uncopyable(LogitsProcessor):
         return scores
 
 
+class OwnConstraint(library.PrefixConstrainedLogitsProcessor):
+    """Derives from what is served."""
+
+
 class Narrow(LogitsProcessor):
     def __call__(self, input_ids, scores):
         return scores[:, 1:]
@@ -262,7 +266,7 @@ class Narrow(LogitsProcessor):
         (Boost, "must be callable"),
         (TakesMore(), "must take input_ids and scores alone, got TakesMore with input_ids, scores, beam"),
         (library.ClassifierFreeGuidanceLogitsProcessor(1.5), "got ClassifierFree.*side by side; leave it out"),
-        (library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1], 1), "a row's number in the batch"),
+        (OwnConstraint(lambda row, ids: [1], 1), "got OwnConstraint: its class may ask for a row's number"),
         (Uncopyable(), "must be copyable.*got Uncopyable with TypeError: no copies; .* give the class a __deepcopy__"),
         (lambda ids, scores, beam: scores, "alone, got function with ids, scores, beam"),
         (lambda scores: scores, "alone, got function with scores; give it"),

@@ -8,6 +8,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
+from grammar_cases import xgrammar_processor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as library
 
@@ -86,6 +87,8 @@ CHAINS = {
     "forbidden": {"no_repeat_ngram_size": 2, "bad_words_ids": [[3], [4, 5]], "min_new_tokens": 5},
     "suppressed": {"suppress_tokens": [*range(10, 40)], "sequence_bias": [[[7], 4.0], [[9, 8], -9.0]]},
     "typical": {"typical_p": 0.8, "temperature": 1.2},
+    "grammar": {"logits_processors": xgrammar_processor("[a-k]+"), "max_new_tokens": 24},
+    "constrained": {"prefix_allowed_tokens_fn": lambda number, tokens: [9 + number, (int(tokens[-1]) + 7) % 61, 5]},
     "stateful": {"logits_processors": [Counting()], "repetition_penalty": 1.2},
 }
 

@@ -48,8 +48,14 @@ TARGETS = (
     ),
     Target(
         "processors",
-        tuple(f"stand/laws/{name}.py" for name in ("processors", "node", "seen_tokens")),
-        (*_tests("engine", "processors", "sampling", "small_law"), *_tests("gpu", "gpu_processors", "gpu_no_wait")),
+        tuple(
+            f"stand/laws/{name}.py"
+            for name in ("processors", "node", "seen_tokens", "grammar_masks", "matchers", "allowed_tokens")
+        ),
+        (
+            *_tests("engine", "processors", "sampling", "small_law", "grammars", "allowed_tokens"),
+            *_tests("gpu", "gpu_processors", "gpu_no_wait"),
+        ),
     ),
     Target(
         "captured",

@@ -1,6 +1,7 @@
 """Processors of grammar libraries: at every node of a draft what decoding without drafts would be given there."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import outlines
@@ -21,6 +22,7 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 
 import stand
+from stand.drafters.costs import step_cost
 from stand.laws import grammar_masks, matchers
 from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
@@ -28,8 +30,17 @@ from stand.plugins.generate import stand_generate
 from stand.row import Row
 from stand.trees import DraftBatch
 
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "grammars.md"
 PROMPTS = [[5, 9, 11, 4], [7, 8]]
 PARENTS = [-1, 0, 0, 1, 1, 3, 2, 5]  # of the nodes of a draft
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Two of the libraries compile how they apply a mask, which takes long."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture(params=PROCESSORS)
@@ -258,7 +269,6 @@ def test_rows_that_end_leave_no_matcher():
 
 
 def test_outlines_runs_on_the_engine():
-    """As docs/transformers.md says."""
     model = outlines.from_transformers(tiny_model("qwen2"), grammar_tokenizer())
     asked = {"max_new_tokens": 30, "do_sample": False}
     custom = {"custom_generate": stand_generate}
@@ -271,3 +281,18 @@ def test_libraries_are_known_by_the_names_of_their_classes():
         processor = make()
         assert matchers.has_matcher(processor), name
         assert not matchers.has_matcher(Own(processor))
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
+def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
+    """Its blocks one after the other, in a folder with the bundled model alone; fewer steps timed."""
+    monkeypatch.setattr(step_cost, "REPEATS", 1)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        exec(code, namespace)
+    answer, digits = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch(r"Answer: \d{1,3}", answer) and re.fullmatch(r"\d{1,3}", digits)
+    whole = r"(.|\n)*\nAnswer: [0-9]{1,3}"
+    assert all(re.fullmatch(whole, text) for text in namespace["output"].texts)

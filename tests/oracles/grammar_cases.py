@@ -66,8 +66,13 @@ def compiled(regex: str = REGEX) -> xgrammar.CompiledGrammar:
     return xgrammar.GrammarCompiler(information).compile_regex(regex)
 
 
+@lru_cache
+def _made(backend: type):
+    return backend(_outlines_model())
+
+
 def _of_backend(backend: type, regex: str = REGEX):
-    return backend(_outlines_model()).get_regex_logits_processor(regex)
+    return _made(backend).get_regex_logits_processor(regex)
 
 
 def xgrammar_processor(regex: str = REGEX) -> XGrammarProcessor:

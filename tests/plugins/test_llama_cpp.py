@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+from itertools import pairwise
 
 import fake_llama_cpp as fake
 import numpy as np
@@ -68,6 +69,18 @@ def test_sampled_tokens_are_those_without_drafts():
     drafted = engine.generate(input_ids=PROMPTS, **settings)
     assert drafted.token_ids == plain.token_ids and drafted.stats.mean_acceptance_length > 1.1
     assert len({tuple(row) for row in plain.token_ids}) > 5
+
+
+def test_tokens_may_be_limited():
+    """By transformers' processors, which are asked at every node."""
+    asked = {"num_return_sequences": 5, "temperature": 1.0, "seed": 4, "stop_token_ids": [], **LONG}
+    asked["prefix_allowed_tokens_fn"] = lambda number, tokens: [(int(tokens[-1]) + step) % 32 for step in (1, 5, 6)]
+    engine = drafting(verifier="match")
+    plain = engine.generate(input_ids=PROMPTS, draft=False, **asked)
+    drafted = engine.generate(input_ids=PROMPTS, **asked)
+    assert drafted.token_ids == plain.token_ids and drafted.stats.mean_acceptance_length > 1.1
+    steps = {(after - before) % 32 for row in plain.token_ids for before, after in pairwise(row)}
+    assert steps == {1, 5, 6}
 
 
 def test_logits_are_not_written_over():

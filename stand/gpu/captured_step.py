@@ -88,8 +88,8 @@ class CapturedStep:
         self._tails = (
             None if rider is None else Tails(model, self._output, num_rows, self.runner, swap=self._forwards.swap)
         )
-        self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
-        self._by_nodes: dict[tuple[int, int, int], tuple[StepBody, Program]] = {}  # the same by what was met
+        self._recorded: dict[tuple[StepSize, bool], tuple[StepBody, Program]] = {}  # by size, and whether it is split
+        self._by_nodes: dict[tuple[int, int, int, bool], tuple[StepBody, Program]] = {}  # the same by what was met
         self.body: StepBody | None = None  # of the last step prepared
         self._program: Program | None = None
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best tokens that a recording would overwrite
@@ -118,7 +118,8 @@ class CapturedStep:
         has_features = self._output.features is not None
         return (
             self._output.suits(self._model)
-            and (start.law.params, start.law.has_processors) == (self._law.params, self._is_split)
+            and start.law.params == self._law.params
+            and (self._output.scores is not None or not start.law.has_processors)
             and start.verifier is self._verifier
             and (start.num_places == self._num_rows if self._has_states else start.num_places <= self._num_rows)
             and self._output.has_splits_of(start.num_places)
@@ -143,6 +144,7 @@ class CapturedStep:
         recorded stays where the model is as it was."""
         self._follow_model()
         self._processing = self._processing if law is None else law
+        self._is_split = self._processing.has_processors
         beside = {"num_tokens": NUM_TOKENS[-1], "num_places": self._num_rows}
         lower_limit(pages, rows, self._model, **beside, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
@@ -257,16 +259,16 @@ class CapturedStep:
                 "wrap the model with backend='sdpa'"
             )
         self._table.extend(live.rows, lengths, batch.offsets, places, before_moving=self._forget)
-        met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1])
-        self.body, self._program = self._by_nodes.get(met) or self._recorded_for(*met)
+        met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1], self._is_split)
+        self.body, self._program = self._by_nodes.get(met) or self._recorded_for(met)
         self.body.packet.fill(batch, lengths, places, self._table)
         self._rule.fill(self.body.packet.host, batch, noise)
         self._batch, self._live = batch, live
 
-    def _recorded_for(self, *met: int) -> tuple[StepBody, Program]:
+    def _recorded_for(self, met: tuple[int, int, int, bool]) -> tuple[StepBody, Program]:
         """What serves drafts as in `_size`."""
-        size = self._size(*met)
-        found = self._by_nodes[met] = self._recorded.get(size) or self._record(size)
+        size = self._size(*met[:3])
+        found = self._by_nodes[met] = self._recorded.get((size, self._is_split)) or self._record(size)
         return found
 
     def _size(self, num_nodes: int, most_nodes: int, num_candidates: int) -> StepSize:
@@ -363,8 +365,8 @@ class CapturedStep:
             self._model, self._table.cache, self._law, self._rule, packet, self._output, swap=self._forwards.swap
         )
         parts = (body.decide, body.find_best, body.score) if self._is_split else (body.run, body.find_best)
-        self._recorded[size] = body, self.runner.record(*parts)
-        return self._recorded[size]
+        found = self._recorded[size, self._is_split] = body, self.runner.record(*parts)
+        return found
 
     def _follow_model(self) -> None:
         """Forget what was recorded of a model that has changed since: a graph would not see it."""

@@ -90,8 +90,8 @@ def _masked(scores: torch.Tensor, words: np.ndarray, *, allows_beyond: bool) -> 
 
 
 def _bits(octets: np.ndarray, device: torch.device) -> torch.Tensor:
-    """[n, N] uint8 -> [n, 8 N] on the device: not 0 where a bit is set, the lowest of each first."""
+    """[n, N] uint8 -> [n, 8 N] of 0 and 1 on the device, the lowest bit of each first."""
     if device.type == "cpu":
         return torch.from_numpy(np.unpackbits(octets, axis=1, bitorder="little"))
-    places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
-    return uploaded(octets, device)[:, :, None].bitwise_and(places).flatten(1)
+    places = torch.arange(8, dtype=torch.uint8, device=device)
+    return uploaded(octets, device)[:, :, None].bitwise_right_shift(places).bitwise_and(1).flatten(1)

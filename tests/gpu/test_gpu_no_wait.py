@@ -17,13 +17,14 @@ import torch
 pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda, mirrored, onto_fake_device
+from grammar_cases import PROCESSORS, xgrammar_processor
 from longrope_models import FACTORS_OF_64, ONE_HEAD_OF_64, longrope_phi3
 from no_host_copy import HostCopyError, NoHostCopy, NoWaitingUpload, WaitingUploadError
 from no_kernel import Launches
 from page_tables import alike
 from plain_streams import random_streams
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model
-from tiny_models import CONFIGS, SHAPE, kernel_model
+from tiny_models import CONFIGS, SHAPE, VOCABULARY_SIZE, kernel_model
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 from transformers.generation import logits_process as library
@@ -53,7 +54,7 @@ from stand.gpu.packets.step_size import StepSize
 from stand.gpu.step_body import StepBody, StepOutput
 from stand.gpu.tails import TailBody, Tails
 from stand.gpu.tuning.attention_tiles import PAGE_SIZE
-from stand.laws import seen_tokens
+from stand.laws import grammar_masks, seen_tokens
 from stand.laws.processors import ProcessorChain
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
@@ -361,22 +362,31 @@ def processed_on_the_device(*processors, device: str = "meta"):
     rows = [Row(index, np.array([3, 4, 5], dtype=np.int32), 9) for index in range(2)]
     tree = DraftTree.branching(np.array([5, 6, 7, 8], dtype=np.int32), 2)
     law = TargetLaw(LAWS["plain"], processors=ProcessorChain(processors))
-    law.process(torch.zeros(8, 50, device=device), DraftBatch.concatenate([tree, tree]), rows)
+    law.process(torch.zeros(8, VOCABULARY_SIZE, device=device), DraftBatch.concatenate([tree, tree]), rows)
 
 
-def test_a_penalty_waits_for_nothing():
-    processed_on_the_device(library.RepetitionPenaltyLogitsProcessor(1.3), library.SuppressTokensLogitsProcessor([9]))
+ON_THE_DEVICE = {
+    "penalty": lambda: [library.RepetitionPenaltyLogitsProcessor(1.3), library.SuppressTokensLogitsProcessor([9])],
+    "grammar": lambda: [xgrammar_processor("[a-k]+")],
+    "outlines grammar": lambda: [PROCESSORS["outlines_core"]("[a-k]+")],
+}
+
+
+@pytest.mark.parametrize("chain", ON_THE_DEVICE)
+def test_processors_wait_for_nothing(chain):
+    processed_on_the_device(*ON_THE_DEVICE[chain]())
 
 
 @pytest.mark.parametrize("is_locked", [True, False])
-def test_a_penalty_uploads_without_a_wait(monkeypatch, is_locked):
+@pytest.mark.parametrize(("chain", "module"), [("penalty", seen_tokens), ("grammar", grammar_masks)])
+def test_processors_upload_without_a_wait(monkeypatch, chain, module, is_locked):
     """Control: from memory that is not page-locked."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # this torch may have no GPU to lock it for
     if not is_locked:
-        monkeypatch.setattr(seen_tokens, "_uploaded", lambda array, device: torch.from_numpy(array).to(device))
+        monkeypatch.setattr(module, "uploaded", lambda array, device: torch.from_numpy(array).to(device))
     expected = nullcontext() if is_locked else pytest.raises(WaitingUploadError)
     with fake_cuda(), NoHostCopy(), NoWaitingUpload(), expected:
-        processed_on_the_device(library.RepetitionPenaltyLogitsProcessor(1.3), device="cuda")
+        processed_on_the_device(ON_THE_DEVICE[chain]()[0], device="cuda")
 
 
 def test_a_processor_that_may_forbid_what_was_drafted_waits():

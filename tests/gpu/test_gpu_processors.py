@@ -106,20 +106,32 @@ def test_drafts_are_accepted(captured_only):
     assert output.stats.mean_acceptance_length > 1.1
 
 
-def test_graphs_serve_other_processors_of_a_later_call(captured_only, monkeypatch):
-    """The same graphs, the later call's own penalty; a call without any has graphs of its own."""
-    made = []
-    new = CapturedStep.__init__
+def test_graphs_serve_calls_with_processors_and_without_in_turn(captured_only, monkeypatch):
+    """Each call's own penalty; a call without any has graphs of its own, which stay beside the others."""
+    made, recorded = [], []
+    new, record = CapturedStep.__init__, CapturedStep._record
     engine = engine_of("triton")
     monkeypatch.setattr(
         CapturedStep, "__init__", lambda step, *given, **asked: made.append(1) or new(step, *given, **asked)
     )
-    found = [
-        engine.generate(input_ids=PROMPTS, **SETTINGS, repetition_penalty=penalty).token_ids
-        for penalty in (1.2, 1.9, 1.0)
-    ]
-    assert len(made) == 2
-    assert found == [generate("sdpa", repetition_penalty=penalty).token_ids for penalty in (1.2, 1.9, 1.0)]
+    monkeypatch.setattr(CapturedStep, "_record", lambda step, size: recorded.append(size) or record(step, size))
+    penalties = (1.2, 1.9, 1.0)
+    expected = [generate("sdpa", repetition_penalty=penalty).token_ids for penalty in penalties]
+    counts = []
+    for _ in range(2):
+        for penalty, tokens in zip(penalties, expected, strict=True):
+            output = engine.generate(input_ids=PROMPTS, **SETTINGS, repetition_penalty=penalty)
+            assert output.token_ids == tokens
+        counts.append(len(recorded))
+    assert len(made) == 1 and counts[0] == counts[1] > len(set(recorded))
+
+
+def test_a_step_without_scores_serves_no_processors(captured_only):
+    """They take memory, which is taken when a call first asks."""
+    engine = engine_of("triton")
+    for penalty in (1.0, 1.3, 1.0):
+        output = engine.generate(input_ids=PROMPTS, **SETTINGS, repetition_penalty=penalty)
+        assert output.token_ids == generate("sdpa", repetition_penalty=penalty).token_ids
 
 
 def test_requests_have_their_own_processors(captured_only):

@@ -216,7 +216,7 @@ def test_a_second_call_uses_what_was_recorded(plain_kernels):
 def test_mixtures_are_padded_less(plain_kernels, family, size):
     engine = stand.wrap(kernel_model(family), backend="triton", fuse=False)
     engine.generate(PROMPTS, draft=False, max_new_tokens=3, temperature=0.6, seed=9, stop_token_ids=[])
-    assert size in {recorded.num_tokens for recorded in engine.backend._previous.captured._recorded}
+    assert size in {recorded.num_tokens for recorded, _ in engine.backend._previous.captured._recorded}
 
 
 def test_fewer_rows_have_the_splits_of_a_call_of_their_own(plain_kernels):

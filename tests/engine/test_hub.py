@@ -374,6 +374,13 @@ def test_a_hub_folder_serves_streamer_and_stop_strings(model, recipe):
         model.generate(**inputs, custom_generate=recipe, trust_remote_code=True, cache_implementation="paged")
 
 
+def test_a_hub_folder_serves_a_function_of_allowed_tokens(model, recipe):
+    settings = {"do_sample": False, "max_new_tokens": 24, "prefix_allowed_tokens_fn": few_after}
+    expected = model.generate(**PADDED, **settings)
+    got = model.generate(**PADDED, custom_generate=recipe, trust_remote_code=True, **settings)
+    assert expected.tolist() == got.tolist()
+
+
 @pytest.mark.parametrize(
     "given", [{}, {"stop_strings": None}, {"config": LETTERS[20:30]}, {"config": None}, {"stop_strings": LETTERS[50:]}]
 )

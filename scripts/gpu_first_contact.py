@@ -120,6 +120,13 @@ class Contact:
         """Steps in two graphs."""
         return self._compared(self.model, temperature=0.6, repetition_penalty=1.1)
 
+    def grammar(self) -> str:
+        """Steps in two graphs; masks of bits go up while the first one runs."""
+        from gpu_parts.near_tokens import NearTokens
+
+        with NearTokens().known():
+            return self._compared(self.model, temperature=0.6, logits_processors=NearTokens())
+
     def growth(self) -> str:
         """Rows outgrow the page table and the pool, and all graphs are made anew."""
         from unittest.mock import patch
@@ -251,7 +258,7 @@ class Contact:
         source: Callable[[], LawSource] | None = None,
         lookup: BlendedLookup | None = None,
         learn: bool = True,
-        **law: float,
+        **law: object,
     ) -> str:
         """Captured against eager steps. Raises AssertionError where tokens differ in float32, or steps fell back."""
         outputs = []
@@ -311,8 +318,8 @@ class Contact:
 
 
 PIECES = (
-    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "growth", "head", "streams",
-    "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
+    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "grammar", "growth", "head",
+    "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
 )  # fmt: skip
 
 

@@ -160,7 +160,7 @@ class ChecksBench:
             run_plan(bench.model, cache, plan, logits_to_keep=1)
         law = TargetLaw(SamplingParams(temperature=1.0))
         step = CapturedStep(bench.model, law, get_verifier("match"), num_rows=1, fusion=bench.engine.backend.fusion)
-        step.begin(cache, [row])
+        step.begin(cache, [row], law=law)
         step.enter(row, 0, cache)
         nothing = np.zeros((count, 1), dtype=np.int32)
         draft = DraftTree(chain, np.arange(-1, count - 1, dtype=np.int32), nothing, nothing.astype(np.float32))

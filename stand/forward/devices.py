@@ -1,4 +1,5 @@
-"""Where a model lies: on one device, layer by layer on several, or off them between forwards (accelerate)."""
+"""Where a model lies: on one device, layer by layer on several, or off them between forwards (accelerate); and how
+arrays get there."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import Conv1d, Module
 
@@ -31,6 +33,12 @@ def input_device(model: Module) -> torch.device:
 def is_nvidia(device: torch.device) -> bool:
     """Whether it is a GPU of NVIDIA, for which the kernels are: torch for ROCm calls AMD's "cuda", too."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device. Nobody waits for what runs on a GPU of NVIDIA, as torch does where memory is not page-locked."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_nvidia(device) else tensor.to(device)
 
 
 def off_one_device(model: Module) -> str:

@@ -135,16 +135,15 @@ class CapturedStep:
             yield
 
     def begin(
-        self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None, law: TargetLaw | None = None
+        self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None, *, law: TargetLaw
     ) -> None:
         """A call begins with these rows, which are still to enter; keys: any of a prompt of this model; pages: says
-        whose page is whose; law: with the call's own processors, default: those it was made with.
+        whose page is whose; law: the one it was made with, but for the call's own processors.
 
         The pool of the call before stays where it is large enough and no larger than the call allows, and what is
         recorded stays where the model is as it was."""
         self._follow_model()
-        self._processing = self._processing if law is None else law
-        self._is_split = self._processing.has_processors
+        self._processing, self._is_split = law, law.has_processors
         beside = {"num_tokens": NUM_TOKENS[-1], "num_places": self._num_rows}
         lower_limit(pages, rows, self._model, **beside, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)

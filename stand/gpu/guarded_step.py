@@ -94,7 +94,7 @@ class GuardedStep:
                     model, law, verifier, num_rows=start.num_places, fusion=fusion,
                     wants_features=start.wants_features, rider=start.rider, runner=runner,
                 )  # fmt: skip
-            captured.begin(start.keys, start.rows, start.pages, law)
+            captured.begin(start.keys, start.rows, start.pages, law=law)
         except Exception as error:
             step = cls(None, new_eager, begun_anew, on_failure)
             step._go_on(in_rooms(start.rows), error)

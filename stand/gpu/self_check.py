@@ -125,7 +125,7 @@ class StepCheck:
         law = TargetLaw(params, processors=ProcessorChain(processors) if processors else None)
         asked = {"wants_features": self._wants_features, "rider": self._rider}
         step = CapturedStep(self._model, law, self._verifier, num_rows=len(batch) + 1, fusion=None, **asked)
-        step.begin(self._keys, self._rows)
+        step.begin(self._keys, self._rows, law=law)
         for place, row in enumerate(self._rows):
             step.enter(row, place, self._keys, source=place)
         with step.attention():

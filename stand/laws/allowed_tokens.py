@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from transformers import PrefixConstrainedLogitsProcessor
 
-from stand.laws.node import Node
+from stand.laws.node import Node, groups_of
 from stand.row import Row
 
 
@@ -33,22 +33,19 @@ class AllowedTokens:
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children."""
         scores = scores.clone()
-        for line, node in enumerate(nodes):
-            given = self.by_request[node.row.request]
-            ask = given._prefix_allowed_tokens_fn
-            is_by_prompt = isinstance(ask, AllowedByPrompt)
-            number = node.row.request if is_by_prompt else node.row.index // given._num_beams
-            processor = PrefixConstrainedLogitsProcessor(partial(_asked_as, ask, number), 1)
-            prefix = torch.from_numpy(node.prefix()).to(scores.device)
-            scores[line] = processor(prefix[None], scores[line][None])[0]
+        for lines, prefixes in groups_of(nodes, scores.device).values():
+            ask = partial(self._allowed, [nodes[line].row for line in lines])
+            scores[lines] = PrefixConstrainedLogitsProcessor(ask, 1)(prefixes, scores[lines])
         return scores
+
+    def _allowed(self, rows: Sequence[Row], place: int, prefix: torch.Tensor) -> Sequence[int]:
+        """What the function of this row's request says; place: of the row in `rows`."""
+        row = rows[place]
+        given = self.by_request[row.request]
+        ask = given._prefix_allowed_tokens_fn
+        return ask(row.request if isinstance(ask, AllowedByPrompt) else row.index // given._num_beams, prefix)
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """As `ProcessorChain.forget`."""
         if is_last:
             self.by_request.pop(row.request, None)
-
-
-def _asked_as(ask: Callable, number: int, place: int, prefix: torch.Tensor) -> Sequence[int]:
-    """place: 0, of the only row that is asked about."""
-    return ask(number, prefix)

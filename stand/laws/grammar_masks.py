@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
+from stand.forward.devices import uploaded
 from stand.laws.matchers import Matcher, matcher_for
 from stand.laws.node import Node
-from stand.laws.upload import uploaded
 from stand.row import Row
 
 

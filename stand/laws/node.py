@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from stand.forward.devices import uploaded
 from stand.row import Row
 from stand.trees import DraftBatch
 
@@ -35,3 +37,14 @@ def nodes_of(batch: DraftBatch, rows: Sequence[Row]) -> list[Node]:
             parent = first + parents[place]
             nodes.append(Node(place, parent, row, (*nodes[parent].path, token_ids[place])))
     return nodes
+
+
+def groups_of(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
+    """By request and length of prefix: where its nodes are in `nodes`, and their prefixes [n, length] int64."""
+    members: dict[tuple[int, int], list[int]] = {}
+    for line, node in enumerate(nodes):
+        members.setdefault((node.row.request, len(node.row.history) + len(node.path)), []).append(line)
+    return {
+        key: (lines, uploaded(np.stack([nodes[line].prefix() for line in lines]), device))
+        for key, lines in members.items()
+    }

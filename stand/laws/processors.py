@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
-import numpy as np
 import torch
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as library
 
+from stand.forward.devices import uploaded
 from stand.laws.allowed_tokens import AllowedTokens
 from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.matchers import has_matcher
-from stand.laws.node import Node, nodes_of
+from stand.laws.node import Node, groups_of, nodes_of
 from stand.laws.seen_tokens import SeenTokens
 from stand.own_copy import own_copy
 from stand.row import Row
@@ -216,7 +216,7 @@ class ProcessorChain:
             elif _asks_which_tokens(processor):
                 scores = processor(self._seen.prefixes(nodes, scores.device), scores)
             else:
-                scores, groups = scores.clone(), groups or _groups(nodes, scores.device)
+                scores, groups = scores.clone(), groups or groups_of(nodes, scores.device)
                 for (owner, _), (lines, prefixes) in groups.items():
                     scores[lines] = self.by_request[owner][place](prefixes, scores[lines])
         return scores
@@ -237,17 +237,6 @@ def _asks_which_tokens(processor: LogitsProcessor) -> bool:
     """Whether it only asks which tokens a prefix holds: then prefixes of all lengths may share one call."""
     is_penalty = type(processor) is library.RepetitionPenaltyLogitsProcessor
     return is_penalty and processor.prompt_ignore_length is None
-
-
-def _groups(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
-    """By request and length of prefix: where its nodes are in `nodes`, and their prefixes [n, length] int64."""
-    members: dict[tuple[int, int], list[int]] = {}
-    for line, node in enumerate(nodes):
-        members.setdefault((node.row.request, len(node.row.history) + len(node.path)), []).append(line)
-    return {
-        key: (lines, torch.from_numpy(np.stack([nodes[line].prefix() for line in lines])).to(device))
-        for key, lines in members.items()
-    }
 
 
 @dataclass(slots=True)
@@ -282,7 +271,7 @@ class PerRow:
                 self._begin(node.row)
             calls = self._last[node.row.index]
             processor = calls.copies[node.path] = _copy(calls.copies[node.path[:-1]] if node.path else calls.begun)
-            input_ids = torch.from_numpy(node.prefix())[None].to(scores.device)
+            input_ids = uploaded(node.prefix()[None], scores.device)
             processed = processor(input_ids, scores[line][None])
             scores[line] = _checked_scores(processed, processor, scores.shape[1])
         return scores

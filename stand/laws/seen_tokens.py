@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from stand.forward.devices import uploaded
 from stand.laws.node import Node
-from stand.laws.upload import uploaded
 from stand.row import Row
 
 

@@ -297,6 +297,7 @@ class Call:
                     f"{tokens[-1]}; draw them from the target's rows"
                 )
             ends[place] = self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed)
+        self._law.check_drawn(batch, verdicts.accepted, [emitted for emitted, _ in ends])
         return verdicts, gained, ends
 
     def _commit(

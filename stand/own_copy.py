@@ -20,15 +20,13 @@ SHARED_NAMES = {
     "xgrammar.compiler.CompiledGrammar",
     "xgrammar.compiler.GrammarCompiler",
     "xgrammar.tokenizer_info.TokenizerInfo",
-    "builtins.LLTokenizer",  # of llguidance
+    "xgrammar.grammar.Grammar",
+    "builtins.LLTokenizer",  # of llguidance, whose matchers are not among these: copies may share what they know
+    "builtins.LLExecutor",
     "outlines_core.Index",
     "outlines_core.Vocabulary",
 }
-FORKED_NAMES = {  # by the method that copies: the libraries' matchers cannot be copied otherwise
-    "xgrammar.matcher.GrammarMatcher": "fork",
-    "builtins.LLMatcher": "deep_copy",
-    "builtins.LLInterpreter": "deep_copy",
-}
+FORKED_NAMES = {"xgrammar.matcher.GrammarMatcher": "fork"}  # by the method that copies: there is no other way
 
 
 def own_copy(part: object, rule: str) -> object:

@@ -53,7 +53,7 @@ TARGETS = (
             for name in ("processors", "node", "seen_tokens", "grammar_masks", "matchers", "allowed_tokens")
         ),
         (
-            *_tests("engine", "processors", "sampling", "small_law", "grammars", "allowed_tokens"),
+            *_tests("engine", "processors", "sampling", "small_law", "grammars", "matchers", "allowed_tokens"),
             *_tests("gpu", "gpu_processors", "gpu_no_wait"),
         ),
     ),

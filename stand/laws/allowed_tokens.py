@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import transformers
 from transformers import PrefixConstrainedLogitsProcessor
 
 from stand.laws.node import Node, groups_of
 from stand.row import Row
 
+# Up to 5.23 `generate` counts rows where it should count prompts (`PrefixConstrainedLogitsProcessor(..., num_beams)`).
+COUNTS_PROMPTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+
 
 @dataclass(frozen=True, slots=True)
-class AllowedByPrompt:
-    """A function that gets the number of a row's prompt in the call, as `generate` makes the processor of one."""
+class AllowedInCall:
+    """The function of a whole call, which gets the number that `generate` would give it: of a row's prompt in the call,
+    or of the row."""
 
     ask: Callable[[int, torch.Tensor], Sequence[int]]
 
@@ -43,7 +48,8 @@ class AllowedTokens:
         row = rows[place]
         given = self.by_request[row.request]
         ask = given._prefix_allowed_tokens_fn
-        return ask(row.request if isinstance(ask, AllowedByPrompt) else row.index // given._num_beams, prefix)
+        is_by_prompt = isinstance(ask, AllowedInCall) and COUNTS_PROMPTS
+        return ask(row.request if is_by_prompt else row.index // given._num_beams, prefix)
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """As `ProcessorChain.forget`."""

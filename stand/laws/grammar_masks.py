@@ -18,23 +18,67 @@ from stand.row import Row
 
 
 @dataclass(slots=True)
+class _Walk:
+    """Of a row's matcher, along the drafts of one step and back."""
+
+    matcher: Matcher  # behind the row's last token
+    words: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # of this step, by path: its mask
+    closed: set[tuple[int, ...]] = field(default_factory=set)  # paths of this step that are no texts of the grammar
+
+    def follow(self, row: Row) -> None:
+        """The row has gone on."""
+        fresh = row.new_token_ids[self.matcher.num_taken :].tolist()
+        if fresh:
+            self.words, self.closed = {}, set()
+        for token in fresh:
+            self.matcher.take(token)
+        self.matcher.settle()
+
+    def write(self, paths: dict[int, tuple[int, ...]], words: np.ndarray) -> None:
+        """Masks of these nodes, by their lines of `words`; each path begins where the last one ended."""
+        begun, current = self.matcher.num_taken, ()
+        try:
+            for line in sorted(paths, key=paths.__getitem__):
+                path = paths[line]
+                if path and not self._is_open(path):
+                    self.closed.add(path)
+                    continue
+                same = len(commonprefix([current, path]))
+                self.matcher.go_back(len(current) - same)
+                for token in path[same:]:
+                    self.matcher.take(token)
+                self.matcher.write_mask(words[line])
+                current, self.words[path] = path, words[line]
+        finally:
+            self.matcher.go_back(self.matcher.num_taken - begun)
+
+    def _is_open(self, path: tuple[int, ...]) -> bool:
+        parent = self.words.get(path[:-1])  # None where it is closed
+        return parent is not None and allows(parent, path[-1])
+
+
+@dataclass(slots=True)
 class GrammarMasks:
     """A processor of a grammar library at all nodes. It asks nothing of the scores, so masks are made while they are
-    being computed. Below a token that the grammar forbids scores stay: no text comes there."""
+    being computed. Below a token that the grammar forbids scores stay, and no row may come there."""
 
     by_request: dict[int, LogitsProcessor]
-    _of_row: dict[int, Matcher] = field(default_factory=dict)  # behind the row's last token
+    _of_row: dict[int, _Walk] = field(default_factory=dict)
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
-        """[n, V] float32 of `nodes` -> the same shape. In a call without a node's parent its token is allowed."""
+        """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children or with them."""
         lines_of: dict[int, list[int]] = {}
         for line, node in enumerate(nodes):
             lines_of.setdefault(node.row.index, []).append(line)
-        matchers = [self._followed(nodes[lines[0]].row, scores.shape[1]) for lines in lines_of.values()]
-        words = np.full((len(nodes), matchers[0].num_words), -1, dtype=np.int32)
-        for matcher, lines in zip(matchers, lines_of.values(), strict=True):
-            _write_masks(matcher, {line: nodes[line].path for line in lines}, words)
-        return _masked(scores, words, allows_beyond=matchers[0].allows_beyond)
+        walks = [self._followed(nodes[lines[0]].row, scores.shape[1]) for lines in lines_of.values()]
+        words = np.full((len(nodes), walks[0].matcher.num_words), -1, dtype=np.int32)
+        for walk, lines in zip(walks, lines_of.values(), strict=True):
+            walk.write({line: nodes[line].path for line in lines}, words)
+        return _masked(scores, words, allows_beyond=walks[0].matcher.allows_beyond)
+
+    def is_closed(self, node: Node) -> bool:
+        """Whether no text of the grammar comes there, of a node of the last step."""
+        return node.path in self._of_row[node.row.index].closed
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """As `ProcessorChain.forget`."""
@@ -42,40 +86,18 @@ class GrammarMasks:
         if is_last:
             self.by_request.pop(row.request, None)
 
-    def _followed(self, row: Row, num_tokens: int) -> Matcher:
+    def _followed(self, row: Row, num_tokens: int) -> _Walk:
         """The row's, behind its new tokens: a grammar begins after the prompt."""
-        matcher = self._of_row.get(row.index)
-        if matcher is None:
-            matcher = matcher_for(self.by_request[row.request], row.index, num_tokens)
-            self._of_row[row.index] = matcher
-        for token in row.new_token_ids[matcher.num_taken :].tolist():
-            matcher.take(token)
-        return matcher
+        walk = self._of_row.get(row.index)
+        if walk is None:
+            walk = _Walk(matcher_for(self.by_request[row.request], row.index, num_tokens))
+            self._of_row[row.index] = walk
+        walk.follow(row)
+        return walk
 
 
-def _write_masks(matcher: Matcher, paths: dict[int, tuple[int, ...]], words: np.ndarray) -> None:
-    """Walk a row's drafts, each path from where the last one ended; paths: by their lines of `words`."""
-    begun, current = matcher.num_taken, ()
-    line_of: dict[tuple[int, ...], int] = {}  # of what is reached
-    closed: set[tuple[int, ...]] = set()  # what no text reaches
-    try:
-        for line in sorted(paths, key=paths.__getitem__):
-            path = paths[line]
-            parent = path[:-1]
-            if path and (parent in closed or (parent in line_of and not _allows(words[line_of[parent]], path[-1]))):
-                closed.add(path)
-                continue
-            same = len(commonprefix([current, path]))
-            matcher.go_back(len(current) - same)
-            for token in path[same:]:
-                matcher.take(token)
-            current, line_of[path] = path, line
-            matcher.write_mask(words[line])
-    finally:
-        matcher.go_back(matcher.num_taken - begun)
-
-
-def _allows(words: np.ndarray, token: int) -> bool:
+def allows(words: np.ndarray, token: int) -> bool:
+    """Whether a mask has the token's bit."""
     return token < 32 * len(words) and bool(int(words[token // 32]) >> token % 32 & 1)
 
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 import numpy as np
 import torch
 
-MOST_BACK = 1024  # tokens that an outlines_core guide can go back: more than a draft is deep
+MOST_BACK = 2**16  # tokens that an outlines_core guide can go back: a draft has no more
+
+
+def forbidden(token: int, count: int) -> str:
+    """What is wrong where a row has drawn a token behind `count` others that its grammar forbids there."""
+    return (
+        f"a grammar must allow each token of its row, got token {token} after {count} others, which it forbids; put no "
+        "processor behind it that brings forbidden tokens back, and make it for the model's whole vocabulary "
+        "(vocab_size=)"
+    )
 
 
 class Matcher(ABC):
@@ -24,29 +34,36 @@ class Matcher(ABC):
     def __init__(self, num_tokens: int):
         """num_tokens: those that its mask tells of."""
         self.num_words = -(-num_tokens // 32)
-        self._has_moved: list[bool] = []  # by token taken
+        self._num_settled = 0
+        self._has_moved: list[bool] = []  # by token taken since
 
     @property
     def num_taken(self) -> int:
         """Tokens that lie behind it."""
-        return len(self._has_moved)
+        return self._num_settled + len(self._has_moved)
 
     def take(self, token: int) -> None:
         """The text goes on. Raises RuntimeError where the grammar does not allow the token."""
         moves = not self._has_ended(token)
         if moves and not self._take(token):
-            raise RuntimeError(
-                f"a grammar must allow each token of its row, got token {token} after {self.num_taken} others, which "
-                "it forbids; put no processor after it that brings forbidden tokens back"
-            )
+            raise RuntimeError(forbidden(token, self.num_taken) + self._error())
         self._has_moved.append(moves)
 
     def go_back(self, count: int) -> None:
-        """By so many tokens."""
+        """By so many tokens, taken since it was settled."""
         if count:
             moves = sum(self._has_moved[-count:])
             del self._has_moved[-count:]
-            self._go_back(moves)
+            if moves:
+                self._go_back(moves)
+
+    def settle(self) -> None:
+        """It will not go back before where it is."""
+        self._num_settled, self._has_moved = self.num_taken, []
+
+    def _error(self) -> str:
+        """What its library has to say of a token that it did not take."""
+        return ""
 
     @abstractmethod
     def write_mask(self, words: np.ndarray) -> None:
@@ -90,30 +107,64 @@ class XGrammarMatcher(Matcher):
         return self._matcher.accept_token(token)
 
     def _go_back(self, count: int) -> None:
-        if count:
-            self._matcher.rollback(count)
+        self._matcher.rollback(count)
 
 
 class GuidanceMatcher(Matcher):
-    """Of llguidance."""
+    """Of llguidance. Its own way back leaves wrong masks (1.9.1), so every token is taken by a copy. Copies of grammars
+    with `stop=` share what they know; there, and with `max_tokens=`, going back is taking all tokens anew."""
 
     def __init__(self, tokenizer: object, grammar: object):
         """tokenizer: an llguidance.LLTokenizer; grammar: what its LLMatcher takes."""
         super().__init__(tokenizer.vocab_size)
-        self._matcher = import_module("llguidance").LLMatcher(tokenizer, grammar)
+        self._new = partial(import_module("llguidance").LLMatcher, tokenizer, grammar)
+        self._line = [self._new()]  # behind each token that may be gone back; behind all where there are no copies
+        self._check()
+        self._has_copies = self._can_be_copied()
+        self._tokens: list[int] = []  # all of them, where there are no copies
+
+    def settle(self) -> None:
+        super().settle()
+        del self._line[:-1]
 
     def write_mask(self, words: np.ndarray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._line[-1].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+
+    def _check(self) -> None:
+        if self._line[-1].is_error():
+            raise ValueError(f"a grammar must be one that llguidance can follow, got{self._error()}; mend the grammar")
+
+    def _can_be_copied(self) -> bool:
+        """By what llguidance says of going back, tried with the first token that is allowed."""
+        words, trial = np.zeros(self.num_words, dtype=np.int32), self._new()
+        trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        return len(allowed) > 0 and trial.consume_token(int(allowed[0])) and trial.rollback(1)
 
     def _has_ended(self, token: int) -> bool:
-        return self._matcher.is_stopped()
+        return self._line[-1].is_stopped()
 
     def _take(self, token: int) -> bool:
-        return self._matcher.consume_token(token)
+        matcher = self._line[-1].deep_copy() if self._has_copies else self._line.pop()
+        is_taken = matcher.consume_token(token)
+        if is_taken or not self._has_copies:
+            self._line.append(matcher)
+        if is_taken and not self._has_copies:
+            self._tokens.append(token)
+        return is_taken
 
     def _go_back(self, count: int) -> None:
-        if count:
-            self._matcher.rollback(count)
+        if self._has_copies:
+            del self._line[-count:]
+            return
+        del self._tokens[-count:]
+        self._line = [self._new()]
+        for token in self._tokens:
+            self._line[0].consume_token(token)
+
+    def _error(self) -> str:
+        return f" ({self._line[-1].get_error().splitlines()[0]})" if self._line[-1].is_error() else ""
 
 
 class OutlinesMatcher(Matcher):

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as library
 from stand.forward.devices import uploaded
 from stand.laws.allowed_tokens import AllowedTokens
 from stand.laws.grammar_masks import GrammarMasks
-from stand.laws.matchers import has_matcher
+from stand.laws.matchers import forbidden, has_matcher
 from stand.laws.node import Node, groups_of, nodes_of
 from stand.laws.seen_tokens import SeenTokens
 from stand.own_copy import own_copy
@@ -67,6 +67,12 @@ REFUSED = {
     library.DiaEOSDelayPatternLogitsProcessor: "it belongs to an audio model",
     library.WhisperNoSpeechDetection: "it belongs to an audio model",
 }
+
+
+NO_LAW = (
+    "processors must leave a token of finite score behind every text that they allow, got {best} as the best behind a "
+    "drafted one that was accepted; allow a token there, or an end token"
+)
 
 
 def checked_processors(processors: object) -> list[LogitsProcessor]:
@@ -128,13 +134,10 @@ class ProcessorChain:
         }
         by_depth = (place for place, runner in self._runners.items() if not isinstance(runner, GrammarMasks))
         self._num_by_depth = max(by_depth, default=-1) + 1  # up to the last of these
-        self._may_forbid = any(
-            type(processor) not in WITHOUT_PREFIX
-            and not _asks_which_tokens(processor)
-            and not isinstance(self._runners.get(place), GrammarMasks)
-            for place, processor in enumerate(first)
-        )
+        self._grammars = [runner for runner in self._runners.values() if isinstance(runner, GrammarMasks)]
+        self._may_leave_none = self._can_leave_none(first)
         self._seen = SeenTokens()
+        self._errors: dict[int, Exception] = {}  # by node of the last call at which no token may be drawn: why
 
     def admit(self, request: int, processors: Sequence[LogitsProcessor], *, end_ids: Iterable[int] = ()) -> None:
         """Those of a further request. Raises ValueError where they are not of the same kinds."""
@@ -160,27 +163,40 @@ class ProcessorChain:
     def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones.
 
-        Where processors leave no law below a token that they forbid or that ends the row, the raw ones stay: plain
-        decoding asks nothing there.
+        Where processors leave a drafted node no law the raw scores stay: plain decoding may never come there. If a row
+        does, `check_drawn` says so.
         """
         nodes = nodes_of(batch, rows) if self._has_prefixes else []
         processed = self._by_depth(scores, nodes) if self._num_by_depth else scores
         later = range(self._num_by_depth, len(self._kinds))
         processed = self._run(later, processed, nodes, request=rows[0].request)
-        unasked = self._unasked(processed, nodes) if self._may_forbid else []
-        if unasked:
-            best = processed[unasked].amax(dim=1).tolist()
-            broken = [place for place, score in zip(unasked, best, strict=True) if not math.isfinite(score)]
+        self._errors = {
+            node.place: RuntimeError(forbidden(node.path[-1], len(node.row.new_token_ids) + len(node.path) - 1))
+            for grammar in self._grammars for node in nodes if grammar.is_closed(node)
+        }  # fmt: skip
+        if self._may_leave_none:
+            best = processed.amax(dim=1).tolist()
+            broken = [node.place for node in nodes if node.path and not math.isfinite(best[node.place])]
             processed[broken] = scores[broken]
+            self._errors |= {place: ValueError(NO_LAW.format(best=best[place])) for place in broken}
         return processed
 
-    def _unasked(self, processed: torch.Tensor, nodes: Sequence[Node]) -> list[int]:
-        """Places of nodes below a token that is forbidden or ends its row."""
-        drafted, found = [node for node in nodes if node.path], set()
-        for node, is_open in zip(drafted, self._are_open(processed, drafted), strict=True):
-            if node.parent in found or not is_open:
-                found.add(node.place)
-        return sorted(found)
+    def check_drawn(self, places: Iterable[int]) -> None:
+        """Raises what is wrong with a node of the last call at which a token was drawn."""
+        for place in places:
+            if place in self._errors:
+                raise self._errors[place]
+
+    def _can_leave_none(self, processors: Sequence[LogitsProcessor]) -> bool:
+        """Whether they may leave a node no token: a grammar alone leaves one, and so does a list of forbidden ones."""
+        num_certain = 0
+        for place, processor in enumerate(processors):
+            is_certain = type(processor) is library.SuppressTokensLogitsProcessor
+            is_certain |= isinstance(self._runners.get(place), GrammarMasks)
+            num_certain += is_certain
+            if not (is_certain or type(processor) in WITHOUT_PREFIX or _asks_which_tokens(processor)):
+                return True
+        return num_certain > 1
 
     def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """The processors up to the last that asks so, depth by depth, and never below a token that they forbid or that

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
@@ -122,6 +123,14 @@ class TargetLaw:
         """[M, V] logits of any float dtype -> [M, V] float32 scores, before temperature and filters."""
         scores = logits.float()
         return scores if self._processors is None else self._processors(scores, batch, rows)
+
+    def check_drawn(self, batch: DraftBatch, accepted: Sequence[np.ndarray], num_drawn: Sequence[int]) -> None:
+        """Raises where processors left no law at a node at which one of a row's `num_drawn` tokens was drawn.
+
+        accepted: by row, its nodes of the kept path, as of the last step that was `process`ed."""
+        if self._processors is not None:
+            for first, path, count in zip(batch.offsets.tolist(), accepted, num_drawn, strict=False):
+                self._processors.check_drawn((first + path[: max(count - 1, 0)]).tolist())
 
     @property
     def has_processors(self) -> bool:

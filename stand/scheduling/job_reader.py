@@ -16,7 +16,7 @@ from stand.argument_checks import whole_number
 from stand.forward.devices import input_device
 from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings
-from stand.laws.allowed_tokens import AllowedByPrompt
+from stand.laws.allowed_tokens import AllowedInCall
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
 from stand.numbered_keys import NumberedKeys
@@ -58,7 +58,7 @@ class JobReader:
                     "prefix_allowed_tokens_fn must be callable with a prompt's number and a row's tokens, got "
                     f"{prefix_allowed_tokens_fn!r:.80}; pass a function, as to transformers' generate"
                 )
-            self._more["prefix_allowed_tokens_fn"] = AllowedByPrompt(prefix_allowed_tokens_fn)
+            self._more["prefix_allowed_tokens_fn"] = AllowedInCall(prefix_allowed_tokens_fn)
         default_end = None if tokenizer is None else tokenizer.eos_token_id
         self.settings = GenerationSettings.resolve(model, generation_config, stop_token_ids, default_end, **settings)
         self._strings = as_strings(stop)

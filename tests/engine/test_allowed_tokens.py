@@ -7,7 +7,8 @@ from tiny_models import tiny_model
 from transformers import PrefixConstrainedLogitsProcessor
 
 import stand
-from stand.laws.allowed_tokens import AllowedByPrompt
+from stand.laws import allowed_tokens
+from stand.laws.allowed_tokens import AllowedInCall
 
 PROMPTS = [[5, 9, 11, 4], [7, 8]]
 ASKED = {"input_ids": PROMPTS, "num_return_sequences": 3, "max_new_tokens": 30, "stop_token_ids": [60], "seed": 2}
@@ -59,8 +60,21 @@ def test_a_function_that_gets_another_number_is_seen(monkeypatch):
     """Negative control."""
     engine = stand.wrap(tiny_model("qwen2"), verifier="match")
     expected = engine.generate(**ASKED, **SAMPLED, prefix_allowed_tokens_fn=Steps())
-    monkeypatch.setattr(AllowedByPrompt, "__call__", lambda self, number, prefix: self.ask(0, prefix))
+    monkeypatch.setattr(AllowedInCall, "__call__", lambda self, number, prefix: self.ask(0, prefix))
     assert engine.generate(**ASKED, **SAMPLED, prefix_allowed_tokens_fn=Steps()).token_ids != expected.token_ids
+
+
+@pytest.mark.parametrize(("counts_prompts", "expected"), [(True, {0, 1}), (False, {*range(6)})])
+def test_the_number_is_what_this_transformers_counts(monkeypatch, counts_prompts, expected):
+    """tests/engine/test_hub.py compares with the installed one."""
+    monkeypatch.setattr(allowed_tokens, "COUNTS_PROMPTS", counts_prompts)
+    numbers = set()
+    engine = stand.wrap(tiny_model("qwen2"))
+    if not counts_prompts:  # as up to 5.23, which makes it for so many beams
+        one = property(lambda processor: 1, lambda *_: None)
+        monkeypatch.setattr(PrefixConstrainedLogitsProcessor, "_num_beams", one, raising=False)
+    engine.generate(**ASKED, prefix_allowed_tokens_fn=lambda number, tokens: numbers.add(number) or [5, 6, 7])
+    assert numbers == expected
 
 
 def test_a_function_that_allows_nothing_is_told_by_transformers():

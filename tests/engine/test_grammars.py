@@ -28,7 +28,7 @@ from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
 from stand.plugins.generate import stand_generate
 from stand.row import Row
-from stand.trees import DraftBatch
+from stand.trees import DraftBatch, DraftTree
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "grammars.md"
@@ -226,7 +226,7 @@ def test_masks_are_applied_bit_by_bit(width, allows_beyond):
     for line in range(3):
         for token in range(61):
             is_told = token < 32 * width
-            is_allowed = grammar_masks._allows(words[line], token) if is_told else allows_beyond
+            is_allowed = grammar_masks.allows(words[line], token) if is_told else allows_beyond
             assert masked[line, token] == (scores[line, token] if is_allowed else -torch.inf)
 
 
@@ -248,13 +248,22 @@ class Own(LogitsProcessor):
         return self.inner(input_ids, scores)
 
 
-def test_a_callers_own_processor_may_hold_one(make):
+@pytest.mark.parametrize("name", ["xgrammar", "outlines xgrammar", "outlines_core"])
+def test_a_callers_own_processor_may_hold_one(name):
     """Every node has a copy with a fork of the matcher."""
     engine = stand.wrap(tiny_model("qwen2"), verifier="match")
     asked = {"input_ids": PROMPTS, "num_return_sequences": 3, "max_new_tokens": 30, "temperature": 0.8, "seed": 5}
-    expected = engine.generate(**asked, logits_processors=make())
-    assert expected.token_ids == engine.generate(**asked, logits_processors=Own(make())).token_ids
+    expected = engine.generate(**asked, logits_processors=PROCESSORS[name]())
+    assert expected.token_ids == engine.generate(**asked, logits_processors=Own(PROCESSORS[name]())).token_ids
     assert expected.stats.num_accepted_draft_tokens > 0
+
+
+def test_a_callers_own_processor_around_llguidance_is_refused():
+    """Copies of its matchers may share what they know."""
+    with pytest.raises(ValueError, match="must be copyable.*got Own with TypeError: cannot pickle 'builtins.LL"):
+        stand.wrap(tiny_model("qwen2")).generate(
+            input_ids=PROMPTS, max_new_tokens=4, logits_processors=Own(PROCESSORS["outlines llguidance"]())
+        )
 
 
 def test_rows_that_end_leave_no_matcher():
@@ -296,3 +305,82 @@ def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert re.fullmatch(r"Answer: \d{1,3}", answer) and re.fullmatch(r"\d{1,3}", digits)
     whole = r"(.|\n)*\nAnswer: [0-9]{1,3}"
     assert all(re.fullmatch(whole, text) for text in namespace["output"].texts)
+
+
+class Scripted(stand.Drafter):
+    """Drafts one text behind every prompt, as far as a row has kept to it."""
+
+    def __init__(self, text: str):
+        self.tokens = grammar_tokenizer()(text)["input_ids"]
+
+    def draft(self, request):
+        drafts = []
+        for place, history in enumerate(request.histories):
+            behind = history[len(PROMPTS[request.rows[place]]) :].tolist()
+            keeps = behind == self.tokens[: len(behind)]
+            ahead = self.tokens[len(behind) :][: request.max_depths[place]] if keeps else []
+            drafts.append(DraftTree.branching(np.array([history[-1], *ahead], dtype=np.int32), 1))
+        return DraftBatch.concatenate(drafts)
+
+
+GREEDY = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.0}
+
+
+def drafted_and_plain(text: str, new_processors, **settings) -> list[list[list[int]]]:
+    """Tokens with drafts of `text`, and without."""
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Scripted(text))
+    return [
+        [list(tokens) for tokens in engine.generate(
+            **GREEDY, **settings, draft=draft, logits_processors=new_processors()
+        ).token_ids]
+        for draft in (True, False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "settings"),
+    [("(y|x{8})", "y", {"min_new_tokens": 5}), ("(qr|zw){2}", "qrqr", {"suppress_tokens": [19, 20]})],
+)
+def test_a_dead_end_that_no_row_comes_to_ends_no_call(make, regex, text, settings):
+    """A draft comes there: behind a token that is allowed and not drawn, or that another processor forbids."""
+    name = next(name for name, one in PROCESSORS.items() if one is make)
+    assert grammar_tokenizer()("qr")["input_ids"] == [19, 20]
+    drafted, plain = drafted_and_plain(text, lambda: [PROCESSORS[name](regex)], **settings)
+    assert drafted == plain and all(len(tokens) > 4 for tokens in plain)
+
+
+def test_a_dead_end_that_a_row_comes_to_is_told():
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Scripted("y"))
+    for draft in (True, False):
+        with pytest.raises(ValueError, match="finite best|finite score"):
+            engine.generate(**GREEDY, logits_processors=PROCESSORS["xgrammar"]("y"), min_new_tokens=5, draft=draft)
+
+
+class Clamp(LogitsProcessor):
+    """Makes what is forbidden improbable."""
+
+    def __call__(self, input_ids, scores):
+        return scores.clamp(min=-1e4)
+
+
+@pytest.mark.parametrize("text", ["ccx", "xcc", "ccccc"])
+def test_a_forbidden_token_that_is_only_drafted_ends_no_call(make, text):
+    name = next(name for name, one in PROCESSORS.items() if one is make)
+    drafted, plain = drafted_and_plain(text, lambda: [PROCESSORS[name]("c{5}"), Clamp()])
+    assert drafted == plain and all(text_of(tokens) == "ccccc" for tokens in plain)
+
+
+def test_a_text_beyond_the_grammar_is_told_in_the_step_in_which_its_row_ends():
+    """Its last tokens would be drawn without a mask: behind a token that comes back, and in the same step."""
+    processors = [PROCESSORS["xgrammar"]("c{5}"), Insists()]
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Scripted(grammar_tokenizer().decode([40]) * 2))
+    with pytest.raises(RuntimeError, match="must allow each token of its row, got token 40 after 0 others"):
+        engine.generate(**{**GREEDY, "max_new_tokens": 2}, logits_processors=processors)
+    engine.generate(**{**GREEDY, "max_new_tokens": 1}, logits_processors=processors)  # nothing is drawn behind it
+
+
+def test_a_grammar_that_cannot_be_read_is_told():
+    processor = PROCESSORS["outlines llguidance"]()
+    processor.grammar = 'start: "a" <nope> "b"\n'
+    with pytest.raises(ValueError, match=r"must be one that llguidance can follow, got .*; mend the grammar"):
+        stand.wrap(tiny_model("qwen2")).generate(**GREEDY, logits_processors=processor)

@@ -122,7 +122,7 @@ class Contact:
 
     def grammar(self) -> str:
         """Steps in two graphs; masks of bits go up while the first one runs."""
-        from gpu_parts.near_tokens import NearTokens
+        from workloads.near_tokens import NearTokens
 
         with NearTokens().known():
             return self._compared(self.model, temperature=0.6, logits_processors=NearTokens())

@@ -69,6 +69,7 @@ class Call:
         self._verifier = verifier
         self._read_law = read_law
         self._law: TargetLaw | None = None  # from the first step on
+        self._has_processors = False  # its
         self._new_own_seed = new_own_seed
         self._own_seed: int | None = None  # until the call begins
         self._is_learning = is_learning
@@ -194,6 +195,7 @@ class Call:
         self._num_places = self.scheduler.num_places
         longest = max(changes, key=lambda entry: entry.row.num_cached)
         self._law = self._read_law()
+        self._has_processors = self._law.has_processors
         self._step = self._backend.new_step(
             StepStart(
                 num_places=self._num_places,
@@ -297,7 +299,8 @@ class Call:
                     f"{tokens[-1]}; draw them from the target's rows"
                 )
             ends[place] = self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed)
-        self._law.check_drawn(batch, verdicts.accepted, [emitted for emitted, _ in ends])
+        if self._has_processors:
+            self._law.check_drawn(batch, verdicts.accepted, [emitted for emitted, _ in ends])
         return verdicts, gained, ends
 
     def _commit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -34,24 +34,41 @@ class AllowedTokens:
     instead, over its number of beams, as in a batch of `generate`."""
 
     by_request: dict[int, PrefixConstrainedLogitsProcessor]
+    _errors: dict[int, dict[tuple[int, ...], Exception]] = field(default_factory=dict)  # by row, of a step, and path
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children."""
-        scores = scores.clone()
+        processed = scores.clone()
+        self._errors.update({node.row.index: {} for node in nodes if not node.path})
         for lines, prefixes in groups_of(nodes, scores.device).values():
-            ask = partial(self._allowed, [nodes[line].row for line in lines])
-            scores[lines] = PrefixConstrainedLogitsProcessor(ask, 1)(prefixes, scores[lines])
-        return scores
+            ask = partial(self._allowed, [nodes[line] for line in lines])
+            processed[lines] = PrefixConstrainedLogitsProcessor(ask, 1)(prefixes, scores[lines])
+        lost = [line for line, node in enumerate(nodes) if node.path in self._errors[node.row.index]]
+        processed[lost] = scores[lost]
+        return processed
 
-    def _allowed(self, rows: Sequence[Row], place: int, prefix: torch.Tensor) -> Sequence[int]:
-        """What the function of this row's request says; place: of the row in `rows`."""
-        row = rows[place]
-        given = self.by_request[row.request]
+    def errors(self, nodes: Sequence[Node]) -> dict[int, Exception]:
+        """By place: of those nodes of the last step behind which the function allows nothing."""
+        found = ((node.place, self._errors[node.row.index].get(node.path)) for node in nodes)
+        return {place: error for place, error in found if error is not None}
+
+    def _allowed(self, nodes: Sequence[Node], place: int, prefix: torch.Tensor) -> Sequence[int]:
+        """What the function of this node's request says; place: of the node in `nodes`."""
+        node = nodes[place]
+        given = self.by_request[node.row.request]
         ask = given._prefix_allowed_tokens_fn
         is_by_prompt = isinstance(ask, AllowedInCall) and COUNTS_PROMPTS
-        return ask(row.request if is_by_prompt else row.index // given._num_beams, prefix)
+        allowed = ask(node.row.request if is_by_prompt else node.row.index // given._num_beams, prefix)
+        if len(allowed) > 0 or not node.path:
+            return allowed
+        self._errors[node.row.index][node.path] = ValueError(
+            "prefix_allowed_tokens_fn must allow a token behind every text that it allows, got an empty list behind "
+            f"token {node.path[-1]}; allow an end token there"
+        )
+        return [0]
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """As `ProcessorChain.forget`."""
+        self._errors.pop(row.index, None)
         if is_last:
             self.by_request.pop(row.request, None)

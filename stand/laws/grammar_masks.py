@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor
 
 from stand.forward.devices import uploaded
-from stand.laws.matchers import Matcher, matcher_for
+from stand.laws.matchers import Matcher, forbidden, matcher_for
 from stand.laws.node import Node
 from stand.row import Row
 
@@ -23,16 +23,14 @@ class _Walk:
 
     matcher: Matcher  # behind the row's last token
     words: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)  # of this step, by path: its mask
-    closed: set[tuple[int, ...]] = field(default_factory=set)  # paths of this step that are no texts of the grammar
+    errors: dict[tuple[int, ...], Exception] = field(default_factory=dict)  # of this step: paths without a mask
 
     def follow(self, row: Row) -> None:
         """The row has gone on."""
         fresh = row.new_token_ids[self.matcher.num_taken :].tolist()
         if fresh:
-            self.words, self.closed = {}, set()
-        for token in fresh:
-            self.matcher.take(token)
-        self.matcher.settle()
+            self.words, self.errors = {}, {}
+            self.matcher.follow(fresh)
 
     def write(self, paths: dict[int, tuple[int, ...]], words: np.ndarray) -> None:
         """Masks of these nodes, by their lines of `words`; each path begins where the last one ended."""
@@ -40,21 +38,35 @@ class _Walk:
         try:
             for line in sorted(paths, key=paths.__getitem__):
                 path = paths[line]
-                if path and not self._is_open(path):
-                    self.closed.add(path)
+                if path[:-1] in self.errors:
+                    self.errors[path] = self.errors[path[:-1]]
                     continue
-                same = len(commonprefix([current, path]))
+                same = len(commonprefix([current, path[:-1]]))
                 self.matcher.go_back(len(current) - same)
-                for token in path[same:]:
-                    self.matcher.take(token)
-                self.matcher.write_mask(words[line])
-                current, self.words[path] = path, words[line]
+                current = current[:same]
+                try:
+                    for token in path[same:]:
+                        self._take(current, token)
+                        current = (*current, token)
+                    self._write(words[line], path)
+                except (RuntimeError, ValueError) as error:
+                    if not path:
+                        raise
+                    words[line], self.errors[path] = -1, error
         finally:
             self.matcher.go_back(self.matcher.num_taken - begun)
 
-    def _is_open(self, path: tuple[int, ...]) -> bool:
-        parent = self.words.get(path[:-1])  # None where it is closed
-        return parent is not None and allows(parent, path[-1])
+    def _take(self, path: tuple[int, ...], token: int) -> None:
+        """Behind this path, whose mask is known."""
+        if not (allows(self.words[path], token) or self.matcher.has_ended(token)):
+            raise RuntimeError(forbidden(token, self.matcher.num_taken))
+        self.matcher.take(token)
+
+    def _write(self, words: np.ndarray, path: tuple[int, ...]) -> None:
+        self.matcher.write_mask(words)
+        if path and not words.any():
+            raise ValueError("a grammar must allow a token behind each text that it allows, got none; mend the grammar")
+        self.words[path] = words
 
 
 @dataclass(slots=True)
@@ -76,9 +88,10 @@ class GrammarMasks:
             walk.write({line: nodes[line].path for line in lines}, words)
         return _masked(scores, words, allows_beyond=walks[0].matcher.allows_beyond)
 
-    def is_closed(self, node: Node) -> bool:
-        """Whether no text of the grammar comes there, of a node of the last step."""
-        return node.path in self._of_row[node.row.index].closed
+    def errors(self, nodes: Sequence[Node]) -> dict[int, Exception]:
+        """By place: of those nodes of the last step to which no text of the grammar comes, what is wrong there."""
+        found = ((node.place, self._of_row[node.row.index].errors.get(node.path)) for node in nodes)
+        return {place: error for place, error in found if error is not None}
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """As `ProcessorChain.forget`."""

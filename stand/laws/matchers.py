@@ -7,7 +7,7 @@ back. Processors are known by the names of their classes: whoever gives one has 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
@@ -44,21 +44,23 @@ class Matcher(ABC):
 
     def take(self, token: int) -> None:
         """The text goes on. Raises RuntimeError where the grammar does not allow the token."""
-        moves = not self._has_ended(token)
+        moves = not self.has_ended(token)
         if moves and not self._take(token):
             raise RuntimeError(forbidden(token, self.num_taken) + self._error())
         self._has_moved.append(moves)
 
     def go_back(self, count: int) -> None:
-        """By so many tokens, taken since it was settled."""
+        """By so many tokens, taken since it last followed."""
         if count:
             moves = sum(self._has_moved[-count:])
             del self._has_moved[-count:]
             if moves:
                 self._go_back(moves)
 
-    def settle(self) -> None:
-        """It will not go back before where it is."""
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take these for good: it will not go back before where it is then."""
+        for token in tokens:
+            self.take(token)
         self._num_settled, self._has_moved = self.num_taken, []
 
     def _error(self) -> str:
@@ -70,8 +72,8 @@ class Matcher(ABC):
         """words: [num_words] int32, contiguous; bit t % 32 of word t // 32 tells whether token t is allowed next."""
 
     @abstractmethod
-    def _has_ended(self, token: int) -> bool:
-        """Whether it takes no tokens any more; token: the one that comes."""
+    def has_ended(self, token: int) -> bool:
+        """Whether it takes no tokens any more, and any may come; token: the one that does."""
 
     @abstractmethod
     def _take(self, token: int) -> bool: ...
@@ -99,7 +101,7 @@ class XGrammarMatcher(Matcher):
         self._matcher.fill_next_token_bitmask(torch.from_numpy(words[None]))
         self._matcher.accept_token(self._last)
 
-    def _has_ended(self, token: int) -> bool:
+    def has_ended(self, token: int) -> bool:
         return self._matcher.is_terminated()
 
     def _take(self, token: int) -> bool:
@@ -111,8 +113,8 @@ class XGrammarMatcher(Matcher):
 
 
 class GuidanceMatcher(Matcher):
-    """Of llguidance. Its own way back leaves wrong masks (1.9.1), so every token is taken by a copy. Copies of grammars
-    with `stop=` share what they know; there, and with `max_tokens=`, going back is taking all tokens anew."""
+    """Of llguidance. Its own way back leaves wrong masks (1.9.1), so what may be gone back is taken by copies. Those of
+    grammars with `stop=` share what they know: there, and with `max_tokens=`, going back is taking all tokens anew."""
 
     def __init__(self, tokenizer: object, grammar: object):
         """tokenizer: an llguidance.LLTokenizer; grammar: what its LLMatcher takes."""
@@ -121,15 +123,20 @@ class GuidanceMatcher(Matcher):
         self._line = [self._new()]  # behind each token that may be gone back; behind all where there are no copies
         self._check()
         self._has_copies = self._can_be_copied()
+        self._copies = self._has_copies  # now
         self._tokens: list[int] = []  # all of them, where there are no copies
 
-    def settle(self) -> None:
-        super().settle()
-        del self._line[:-1]
+    def follow(self, tokens: Sequence[int]) -> None:
+        self._copies = False
+        super().follow(tokens)
+        self._copies = self._has_copies
 
     def write_mask(self, words: np.ndarray) -> None:
         self._line[-1].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
+
+    def has_ended(self, token: int) -> bool:
+        return self._line[-1].is_stopped()
 
     def _check(self) -> None:
         if self._line[-1].is_error():
@@ -142,16 +149,15 @@ class GuidanceMatcher(Matcher):
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         return len(allowed) > 0 and trial.consume_token(int(allowed[0])) and trial.rollback(1)
 
-    def _has_ended(self, token: int) -> bool:
-        return self._line[-1].is_stopped()
-
     def _take(self, token: int) -> bool:
-        matcher = self._line[-1].deep_copy() if self._has_copies else self._line.pop()
+        matcher = self._line[-1].deep_copy() if self._copies else self._line[-1]
         is_taken = matcher.consume_token(token)
-        if is_taken or not self._has_copies:
+        if is_taken and self._copies:
             self._line.append(matcher)
-        if is_taken and not self._has_copies:
+        elif not self._has_copies:
             self._tokens.append(token)
+            if not is_taken:
+                self._go_back(1)
         return is_taken
 
     def _go_back(self, count: int) -> None:
@@ -178,7 +184,7 @@ class OutlinesMatcher(Matcher):
     def write_mask(self, words: np.ndarray) -> None:
         self._guide.write_mask_into(words.ctypes.data, words.size, words.itemsize)
 
-    def _has_ended(self, token: int) -> bool:
+    def has_ended(self, token: int) -> bool:
         return self._guide.is_finished() and not self._guide.accepts_tokens([token])
 
     def _take(self, token: int) -> bool:

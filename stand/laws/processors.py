@@ -15,7 +15,7 @@ from transformers.generation import logits_process as library
 from stand.forward.devices import uploaded
 from stand.laws.allowed_tokens import AllowedTokens
 from stand.laws.grammar_masks import GrammarMasks
-from stand.laws.matchers import forbidden, has_matcher
+from stand.laws.matchers import has_matcher
 from stand.laws.node import Node, groups_of, nodes_of
 from stand.laws.seen_tokens import SeenTokens
 from stand.own_copy import own_copy
@@ -36,6 +36,16 @@ WITHOUT_PREFIX = frozenset(
         library.InfNanRemoveLogitsProcessor,
         library.SuppressTokensLogitsProcessor,
         library.LogitNormalization,
+    }
+)
+HARMLESS = frozenset(  # of those: they forbid nothing
+    {library.TemperatureLogitsWarper, library.InfNanRemoveLogitsProcessor, library.LogitNormalization}
+)
+REVIVING = frozenset(  # they give a token a finite score that had -inf
+    {
+        library.InfNanRemoveLogitsProcessor,
+        library.ForcedBOSTokenLogitsProcessor,
+        library.ForcedEOSTokenLogitsProcessor,
     }
 )
 # Functions of prefix and scores without a memory of earlier calls: one call for prefixes of one length. The encoder's
@@ -132,10 +142,12 @@ class ProcessorChain:
             for place, processor in enumerate(first)
             if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
         }
-        by_depth = (place for place, runner in self._runners.items() if not isinstance(runner, GrammarMasks))
-        self._num_by_depth = max(by_depth, default=-1) + 1  # up to the last of these
-        self._grammars = [runner for runner in self._runners.values() if isinstance(runner, GrammarMasks)]
-        self._may_leave_none = self._can_leave_none(first)
+        runners = list(self._runners.values())
+        by_depth = any(not isinstance(runner, GrammarMasks) for runner in runners)
+        ahead = (place for place, one in enumerate(first) if self._is_ahead(place, one)) if by_depth else ()
+        self._num_by_depth = max(ahead, default=-1) + 1
+        self._telling = [runner for runner in runners if not isinstance(runner, PerRow)]
+        self._may_leave_none = _can_leave_none(first, runners)
         self._seen = SeenTokens()
         self._errors: dict[int, Exception] = {}  # by node of the last call at which no token may be drawn: why
 
@@ -166,19 +178,18 @@ class ProcessorChain:
         Where processors leave a drafted node no law the raw scores stay: plain decoding may never come there. If a row
         does, `check_drawn` says so.
         """
-        nodes = nodes_of(batch, rows) if self._has_prefixes else []
+        nodes = nodes_of(batch, rows) if self._has_prefixes or self._may_leave_none else []
         processed = self._by_depth(scores, nodes) if self._num_by_depth else scores
         later = range(self._num_by_depth, len(self._kinds))
         processed = self._run(later, processed, nodes, request=rows[0].request)
-        self._errors = {
-            node.place: RuntimeError(forbidden(node.path[-1], len(node.row.new_token_ids) + len(node.path) - 1))
-            for grammar in self._grammars for node in nodes if grammar.is_closed(node)
-        }  # fmt: skip
+        self._errors = {}
         if self._may_leave_none:
             best = processed.amax(dim=1).tolist()
             broken = [node.place for node in nodes if node.path and not math.isfinite(best[node.place])]
             processed[broken] = scores[broken]
-            self._errors |= {place: ValueError(NO_LAW.format(best=best[place])) for place in broken}
+            self._errors = {place: ValueError(NO_LAW.format(best=best[place])) for place in broken}
+        for runner in self._telling:
+            self._errors |= runner.errors(nodes)
         return processed
 
     def check_drawn(self, places: Iterable[int]) -> None:
@@ -187,20 +198,14 @@ class ProcessorChain:
             if place in self._errors:
                 raise self._errors[place]
 
-    def _can_leave_none(self, processors: Sequence[LogitsProcessor]) -> bool:
-        """Whether they may leave a node no token: a grammar alone leaves one, and so does a list of forbidden ones."""
-        num_certain = 0
-        for place, processor in enumerate(processors):
-            is_certain = type(processor) is library.SuppressTokensLogitsProcessor
-            is_certain |= isinstance(self._runners.get(place), GrammarMasks)
-            num_certain += is_certain
-            if not (is_certain or type(processor) in WITHOUT_PREFIX or _asks_which_tokens(processor)):
-                return True
-        return num_certain > 1
+    def _is_ahead(self, place: int, processor: LogitsProcessor) -> bool:
+        """Whether it belongs to those that are asked depth by depth: up to the last that knows no other texts, or that
+        brings forbidden tokens back."""
+        return isinstance(self._runners.get(place), PerRow | AllowedTokens) or type(processor) in REVIVING
 
     def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
-        """The processors up to the last that asks so, depth by depth, and never below a token that they forbid or that
-        ends the row: plain decoding asks nothing there. The model's scores stay, for no token is drawn from them."""
+        """The processors that are asked depth by depth, and never below a token that they forbid or that ends the row:
+        plain decoding asks nothing there. The model's scores stay, for no token is drawn from them."""
         scores, reached = scores.clone(), [node for node in nodes if not node.path]
         while reached:
             places = [node.place for node in reached]
@@ -243,6 +248,18 @@ def _runner(processor: LogitsProcessor) -> PerRow | GrammarMasks | AllowedTokens
     if type(processor) is library.PrefixConstrainedLogitsProcessor:
         return AllowedTokens({0: processor})
     return GrammarMasks({0: processor}) if has_matcher(processor) else PerRow({0: processor})
+
+
+def _can_leave_none(processors: Sequence[LogitsProcessor], runners: Sequence[object]) -> bool:
+    """Whether they may leave a node no token of finite score. A single one of transformers' filters leaves some, and a
+    single grammar says itself where it does not."""
+    forbidding = [one for one in processors if type(one) not in HARMLESS and not _asks_which_tokens(one)]
+    is_certain = (
+        all(isinstance(runner, GrammarMasks) for runner in runners)
+        if runners
+        else bool(forbidding and type(forbidding[0]) in WITHOUT_PREFIX)
+    )
+    return len(forbidding) > 1 or (len(forbidding) == 1 and not is_certain)
 
 
 def _names(kinds: Sequence[type]) -> str:

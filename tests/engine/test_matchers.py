@@ -83,7 +83,8 @@ def test_back_from_any_text_a_matcher_is_as_one_that_was_never_there(name):
                     assert np.array_equal(words, mask_of(fresh))
                     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:size])
             settled += path
-            matcher.settle()
+            matcher.go_back(len(path))
+            matcher.follow(path)
 
 
 @pytest.mark.skipif(not (ROOT / "scripts" / "reasoner").is_dir(), reason="needs the source tree")

@@ -160,7 +160,7 @@ def test_a_call_that_is_interrupted_where_it_begins_costs_no_graphs_for_good(rec
     engine = engine_of(own_model())
     expected = engine.generate(input_ids=PROMPT, **SETTINGS).token_ids
     begin = CapturedStep.begin
-    monkeypatch.setattr(CapturedStep, "begin", lambda self, *args: interrupt())
+    monkeypatch.setattr(CapturedStep, "begin", lambda self, *args, **law: interrupt())
     with pytest.raises(KeyboardInterrupt):
         engine.generate(input_ids=PROMPT, **{**SETTINGS, "temperature": 0.7})
     monkeypatch.setattr(CapturedStep, "begin", begin)

@@ -386,3 +386,54 @@ def test_a_grammar_that_cannot_be_read_is_told():
     processor.grammar = 'start: "a" <nope> "b"\n'
     with pytest.raises(ValueError, match=r"must be one that llguidance can follow, got .*; mend the grammar"):
         stand.wrap(tiny_model("qwen2")).generate(**GREEDY, logits_processors=processor)
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "outlines xgrammar", "outlines llguidance"])
+def test_a_dead_end_of_the_grammar_itself_is_none_where_no_row_comes(name):
+    """No token of the vocabulary goes on behind "y"."""
+    drafted, plain = drafted_and_plain("y", lambda: [PROCESSORS[name]("(y!|x{8})")])
+    assert drafted == plain and all(text_of(tokens) == "xxxxxxxx" for tokens in plain)
+
+
+class After(LogitsProcessor):
+    """Goes on behind the end with a token that no grammar allows there."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[(input_ids == END).any(dim=1), 40] = 90.0
+        return scores
+
+
+def test_behind_the_end_of_a_grammar_any_token_may_come(make):
+    name = next(name for name, one in PROCESSORS.items() if one is make)
+    ids = grammar_tokenizer()("cccc")["input_ids"]
+    drafter = Scripted("")
+    drafter.tokens = [*ids, END, *[40] * 6]
+    engine = stand.wrap(tiny_model("qwen2"), drafter=drafter)
+    asked = {**GREEDY, "max_new_tokens": 9, "stop_token_ids": [50]}
+    found = [
+        engine.generate(**asked, draft=draft, logits_processors=[PROCESSORS[name]("c{4}"), After()]).token_ids
+        for draft in (True, False)
+    ]
+    assert found[0] == found[1] and all(tokens[-1] == 40 for tokens in found[1])
+
+
+def test_a_token_that_is_allowed_and_then_refused_ends_no_call_where_it_is_only_drafted():
+    """A limit of all tokens: llguidance's mask knows nothing of it."""
+
+    def processors():
+        limited = PROCESSORS["outlines llguidance"]()
+        limited.grammar = '{"grammars": [{"lark_grammar": "start: /[a-c]*/"}], "max_tokens": 5}'
+        return [limited, Ends()]
+
+    drafted, plain = drafted_and_plain("c" * 8, processors)
+    assert drafted == plain
+
+
+class Ends(LogitsProcessor):
+    """With the sixth new token."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[:, END] += 90.0 * (input_ids.shape[1] >= len(PROMPTS[1]) + 5)
+        return scores

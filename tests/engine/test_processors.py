@@ -21,7 +21,7 @@ from stand.generation_settings import GenerationSettings
 from stand.laws.processors import ProcessorChain, checked_processors
 from stand.laws.sampling import SamplingParams
 from stand.row import Row
-from stand.trees import DraftBatch
+from stand.trees import DraftBatch, DraftTree
 
 
 class Boost(LogitsProcessor):
@@ -284,3 +284,71 @@ def test_one_processor_needs_no_list():
     assert checked_processors(None) == []
     processor = Boost()
     assert checked_processors(processor) == checked_processors(iter([processor])) == [processor]
+
+
+class Chain(stand.Drafter):
+    """Drafts these tokens behind a prompt of one token, as far as a row has kept to them."""
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def draft(self, request):
+        drafts = []
+        for history, most in zip(request.histories, request.max_depths, strict=True):
+            behind = tuple(history[1:].tolist())
+            ahead = self.tokens[len(behind) :][:most] if behind == self.tokens[: len(behind)] else ()
+            drafts.append(DraftTree.branching(np.array([history[-1], *ahead], dtype=np.int32), 1))
+        return DraftBatch.concatenate(drafts)
+
+
+class Raises(LogitsProcessor):
+    """Forbids one token and makes another one likely; counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, 1], scores[:, 11] = -torch.inf, 90.0 + self.calls
+        return scores
+
+
+def top_one_but(*token_ids: int) -> list[LogitsProcessor]:
+    return [library.TopKLogitsWarper(1), library.SuppressTokensLogitsProcessor(list(token_ids))]
+
+
+LATE = {  # forbidden tokens that come back, dead ends of functions and filters; and a draft
+    "a function, then a forced token": (
+        {"prefix_allowed_tokens_fn": lambda number, tokens: [11], "forced_bos_token_id": 1}, (1, 11, 11, 11)
+    ),
+    "one's own, then a forced token": (
+        {"logits_processors": [Raises(), library.ForcedBOSTokenLogitsProcessor(1)]}, (1, 11, 11, 11)
+    ),
+    "one's own, then finite scores": (
+        {"logits_processors": [Raises(), library.InfNanRemoveLogitsProcessor()]}, (1, 11, 11)
+    ),
+    "a filter, then a list": ({"logits_processors": top_one_but(59, 28)}, (3,)),
+    "a filter, then another list": ({"logits_processors": top_one_but(*range(20, 40))}, (3, 9, 41)),
+    "a function without an answer": (
+        {"prefix_allowed_tokens_fn": lambda number, tokens: [] if int(tokens[-1]) == 3 else [3, 11, 12]}, (3,)
+    ),
+}  # fmt: skip
+
+
+def outcome(engine, **asked) -> list:
+    """The tokens, or what a row that comes to a dead end raises."""
+    try:
+        return list(map(list, engine.generate(**asked).token_ids))
+    except ValueError:
+        return ["a dead end"]
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_drafts_change_nothing_where_forbidden_tokens_come_back_or_dead_ends_are_drafted(case):
+    settings, tokens = LATE[case]
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Chain(*tokens))
+    asked = {"max_new_tokens": 6, "temperature": 0.0, "stop_token_ids": [], **settings}
+    expected = [outcome(engine, input_ids=[[prompt]], **asked, draft=False) for prompt in range(3, 20)]
+    assert [outcome(engine, input_ids=[[prompt]], **asked) for prompt in range(3, 20)] == expected
+    assert expected.count(["a dead end"]) < len(expected)

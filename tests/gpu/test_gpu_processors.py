@@ -191,12 +191,13 @@ def test_a_processor_is_not_kept_behind_its_call(captured_only):
 
 def test_what_the_step_before_showed_is_learned_before_processors_wait(captured_only, monkeypatch):
     """They may wait for the scores; the lesson does not."""
-    events, expected = [], generate("triton", **CHAINS["penalty"])
+    events, engine, asked = [], engine_of("triton"), {"input_ids": PROMPTS, **SETTINGS, **CHAINS["penalty"]}
+    expected = engine.generate(**asked)  # checked and recorded
     process, finish, forward = TargetLaw.process, CapturedStep.finish, DirectRunner.forward
     monkeypatch.setattr(TargetLaw, "process", lambda *given: events.append("process") or process(*given))
     monkeypatch.setattr(CapturedStep, "finish", lambda step: events.append("finish") or finish(step))
     monkeypatch.setattr(DirectRunner, "forward", lambda *given: events.append("forward") or forward(*given))
-    assert generate("triton", **CHAINS["penalty"]).token_ids == expected.token_ids
+    assert engine.generate(**asked).token_ids == expected.token_ids
     assert events[:9] == ["forward", "finish", "process"] * 3
 
 

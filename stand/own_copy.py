@@ -59,8 +59,8 @@ def _copied(parts: Sequence[object]) -> dict[int, object]:
         seen.add(id(one))
         if _is_shared(one):
             found[id(one)] = one
-        elif _name(one) in FORKED_NAMES:
-            found[id(one)] = getattr(one, FORKED_NAMES[_name(one)])()
+        elif full_name(one) in FORKED_NAMES:
+            found[id(one)] = getattr(one, FORKED_NAMES[full_name(one)])()
         elif isinstance(one, dict):
             waiting += one.values()
         elif isinstance(one, (list, tuple, set, frozenset)):
@@ -71,10 +71,11 @@ def _copied(parts: Sequence[object]) -> dict[int, object]:
 
 
 def _is_shared(one: object) -> bool:
-    return isinstance(one, SHARED) or _name(one) in SHARED_NAMES
+    return isinstance(one, SHARED) or full_name(one) in SHARED_NAMES
 
 
-def _name(one: object) -> str:
+def full_name(one: object) -> str:
+    """Of an object's class."""
     return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
@@ -92,5 +93,5 @@ def _inside(one: object) -> list[object]:
     attributes = getattr(one, "__dict__", None)
     if hasattr(one, "__deepcopy__"):
         attached = (*slots, *(attributes or {}).values())
-        return [inner for inner in attached if _is_shared(inner) or _name(inner) in FORKED_NAMES]
+        return [inner for inner in attached if _is_shared(inner) or full_name(inner) in FORKED_NAMES]
     return [*given, *slots, attributes]

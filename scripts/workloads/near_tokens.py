@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor
 
 from stand.laws.matchers import KNOWN, Matcher
+from stand.own_copy import full_name
 
 
 class NearTokens(LogitsProcessor):
@@ -21,8 +22,9 @@ class NearTokens(LogitsProcessor):
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        name = f"{type(self).__module__}.{type(self).__qualname__}"
-        with patch.dict(KNOWN, {name: (lambda _: True, lambda _, row, num_tokens: _NearMatcher(num_tokens))}):
+        with patch.dict(
+            KNOWN, {full_name(self): (lambda _: True, lambda _, row, num_tokens: _NearMatcher(num_tokens))}
+        ):
             yield
 
 
@@ -36,7 +38,7 @@ class _NearMatcher(Matcher):
         allowed[(self._tokens[-1] + np.arange(1, 64)) % self._num_tokens] = 1
         words.view(np.uint8)[:] = np.packbits(allowed, bitorder="little")
 
-    def _has_ended(self, token: int) -> bool:
+    def has_ended(self, token: int) -> bool:
         return False
 
     def _take(self, token: int) -> bool:

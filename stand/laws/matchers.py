@@ -14,6 +14,8 @@ from importlib import import_module
 import numpy as np
 import torch
 
+from stand.own_copy import full_name
+
 MOST_BACK = 2**16  # tokens that an outlines_core guide can go back: a draft has no more
 
 
@@ -227,7 +229,7 @@ KNOWN: dict[str, tuple[Callable[[object], bool], Callable[[object, int, int], Ma
 
 def has_matcher(processor: object) -> bool:
     """Whether it is a grammar library's. Raises ValueError where another call has begun with it."""
-    name = f"{type(processor).__module__}.{type(processor).__qualname__}"
+    name = full_name(processor)
     if name in KNOWN and not KNOWN[name][0](processor):
         raise ValueError(
             f"a grammar's processor must be new, got one of {name} that has begun a text; make one for this call"
@@ -237,4 +239,4 @@ def has_matcher(processor: object) -> bool:
 
 def matcher_for(processor: object, row: int, num_tokens: int) -> Matcher:
     """Of a new text. row: its number in the call; num_tokens: of the model's vocabulary."""
-    return KNOWN[f"{type(processor).__module__}.{type(processor).__qualname__}"][1](processor, row, num_tokens)
+    return KNOWN[full_name(processor)][1](processor, row, num_tokens)

@@ -69,7 +69,7 @@ class Call:
         self._verifier = verifier
         self._read_law = read_law
         self._law: TargetLaw | None = None  # from the first step on
-        self._has_processors = False  # its
+        self._has_processors = False  # of the law; asked in every step
         self._new_own_seed = new_own_seed
         self._own_seed: int | None = None  # until the call begins
         self._is_learning = is_learning

@@ -47,10 +47,9 @@ class AllowedTokens:
         processed[lost] = scores[lost]
         return processed
 
-    def errors(self, nodes: Sequence[Node]) -> dict[int, Exception]:
-        """By place: of those nodes of the last step behind which the function allows nothing."""
-        found = ((node.place, self._errors[node.row.index].get(node.path)) for node in nodes)
-        return {place: error for place, error in found if error is not None}
+    def error_at(self, node: Node) -> Exception | None:
+        """What is wrong with a node of the last step, if the function allows nothing behind it."""
+        return self._errors[node.row.index].get(node.path)
 
     def _allowed(self, nodes: Sequence[Node], place: int, prefix: torch.Tensor) -> Sequence[int]:
         """What the function of this node's request says; place: of the node in `nodes`."""

@@ -88,10 +88,9 @@ class GrammarMasks:
             walk.write({line: nodes[line].path for line in lines}, words)
         return _masked(scores, words, allows_beyond=walks[0].matcher.allows_beyond)
 
-    def errors(self, nodes: Sequence[Node]) -> dict[int, Exception]:
-        """By place: of those nodes of the last step to which no text of the grammar comes, what is wrong there."""
-        found = ((node.place, self._of_row[node.row.index].errors.get(node.path)) for node in nodes)
-        return {place: error for place, error in found if error is not None}
+    def error_at(self, node: Node) -> Exception | None:
+        """What is wrong with a node of the last step, if no text of the grammar comes there."""
+        return self._of_row[node.row.index].errors.get(node.path)
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """As `ProcessorChain.forget`."""

@@ -142,12 +142,12 @@ class ProcessorChain:
             for place, processor in enumerate(first)
             if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
         }
-        runners = list(self._runners.values())
-        by_depth = any(not isinstance(runner, GrammarMasks) for runner in runners)
-        ahead = (place for place, one in enumerate(first) if self._is_ahead(place, one)) if by_depth else ()
-        self._num_by_depth = max(ahead, default=-1) + 1
-        self._telling = [runner for runner in runners if not isinstance(runner, PerRow)]
-        self._may_leave_none = _can_leave_none(first, runners)
+        by_depth = {place for place, runner in self._runners.items() if not isinstance(runner, GrammarMasks)}
+        reviving = {place for place, kind in enumerate(self._kinds) if kind in REVIVING}
+        # Asked depth by depth: all up to the last that knows no other texts, or that brings forbidden tokens back.
+        self._num_by_depth = 1 + max(by_depth | reviving) if by_depth else 0
+        self._telling = [runner for runner in self._runners.values() if not isinstance(runner, PerRow)]
+        self._may_leave_none = _can_leave_none(first)
         self._seen = SeenTokens()
         self._errors: dict[int, Exception] = {}  # by node of the last call at which no token may be drawn: why
 
@@ -189,7 +189,8 @@ class ProcessorChain:
             processed[broken] = scores[broken]
             self._errors = {place: ValueError(NO_LAW.format(best=best[place])) for place in broken}
         for runner in self._telling:
-            self._errors |= runner.errors(nodes)
+            found = ((node.place, runner.error_at(node)) for node in nodes)
+            self._errors |= {place: error for place, error in found if error is not None}
         return processed
 
     def check_drawn(self, places: Iterable[int]) -> None:
@@ -197,11 +198,6 @@ class ProcessorChain:
         for place in places:
             if place in self._errors:
                 raise self._errors[place]
-
-    def _is_ahead(self, place: int, processor: LogitsProcessor) -> bool:
-        """Whether it belongs to those that are asked depth by depth: up to the last that knows no other texts, or that
-        brings forbidden tokens back."""
-        return isinstance(self._runners.get(place), PerRow | AllowedTokens) or type(processor) in REVIVING
 
     def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """The processors that are asked depth by depth, and never below a token that they forbid or that ends the row:
@@ -250,16 +246,13 @@ def _runner(processor: LogitsProcessor) -> PerRow | GrammarMasks | AllowedTokens
     return GrammarMasks({0: processor}) if has_matcher(processor) else PerRow({0: processor})
 
 
-def _can_leave_none(processors: Sequence[LogitsProcessor], runners: Sequence[object]) -> bool:
+def _can_leave_none(processors: Sequence[LogitsProcessor]) -> bool:
     """Whether they may leave a node no token of finite score. A single one of transformers' filters leaves some, and a
     single grammar says itself where it does not."""
     forbidding = [one for one in processors if type(one) not in HARMLESS and not _asks_which_tokens(one)]
-    is_certain = (
-        all(isinstance(runner, GrammarMasks) for runner in runners)
-        if runners
-        else bool(forbidding and type(forbidding[0]) in WITHOUT_PREFIX)
-    )
-    return len(forbidding) > 1 or (len(forbidding) == 1 and not is_certain)
+    if len(forbidding) == 1:
+        return type(forbidding[0]) not in WITHOUT_PREFIX and not has_matcher(forbidding[0])
+    return len(forbidding) > 1
 
 
 def _names(kinds: Sequence[type]) -> str:

@@ -18,11 +18,11 @@ from grammar_cases import (
     text_of,
 )  # fmt: skip
 from node_cases import draft_of
+from printed_page import run_page
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 
 import stand
-from stand.drafters.costs import step_cost
 from stand.laws import grammar_masks, matchers
 from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
@@ -297,12 +297,7 @@ def test_libraries_are_known_by_the_names_of_their_classes():
 @pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     """Its blocks one after the other, in a folder with the bundled model alone; fewer steps timed."""
-    monkeypatch.setattr(step_cost, "REPEATS", 1)
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        exec(code, namespace)
+    namespace = run_page(PAGE, tmp_path, monkeypatch)
     answer, digits = capsys.readouterr().out.strip().splitlines()
     assert re.fullmatch(r"Answer: \d{1,3}", answer) and re.fullmatch(r"\d{1,3}", digits)
     whole = r"(.|\n)*\nAnswer: [0-9]{1,3}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from letter_tokenizer import LETTERS, letter_tokenizer
+from printed_page import run_page
 from tiny_models import CONFIGS, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +29,6 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import stand
-from stand.drafters.costs import step_cost
 from stand.forward.cache.cache_argument import cache_argument
 from stand.laws.allowed_tokens import COUNTS_PROMPTS
 from stand.plugins.generate import engine_of, stand_generate, use_engine
@@ -417,15 +417,14 @@ def test_a_model_folder_with_the_recipe_generates_by_it(recipe):
     assert model.generate(**PADDED, custom_generate=lambda *_, **__: "another's") == "another's"
 
 
+def shortened(code: str) -> str:
+    return code.replace("300", "40").replace("num_rows=16", "num_rows=4")
+
+
 @pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     """Its blocks one after the other, in a folder with the bundled model alone; fewer tokens, and fewer steps timed."""
-    monkeypatch.setattr(step_cost, "REPEATS", 1)
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        exec(code.replace("300", "40").replace("num_rows=16", "num_rows=4"), namespace)
+    namespace = run_page(PAGE, tmp_path, monkeypatch, shortened)
     printed = capsys.readouterr().out
     assert float(re.search(r"(\d+\.\d\d) tokens per step and row", printed)[1]) > 1.5
     assert re.search(r"\d+ tokens per second without drafts, \d+ with: x \d+\.\d\d", printed)

@@ -19,6 +19,7 @@ from grammar_cases import (
 )  # fmt: skip
 from node_cases import draft_of
 from printed_page import run_page
+from scripted_drafter import ScriptedDrafter
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 
@@ -28,7 +29,7 @@ from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
 from stand.plugins.generate import stand_generate
 from stand.row import Row
-from stand.trees import DraftBatch, DraftTree
+from stand.trees import DraftBatch
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "grammars.md"
@@ -304,20 +305,12 @@ def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert all(re.fullmatch(whole, text) for text in namespace["output"].texts)
 
 
-class Scripted(stand.Drafter):
-    """Drafts one text behind every prompt, as far as a row has kept to it."""
+def scripted(*tokens: int) -> ScriptedDrafter:
+    return ScriptedDrafter(tokens, list(map(len, PROMPTS)))
 
-    def __init__(self, text: str):
-        self.tokens = grammar_tokenizer()(text)["input_ids"]
 
-    def draft(self, request):
-        drafts = []
-        for place, history in enumerate(request.histories):
-            behind = history[len(PROMPTS[request.rows[place]]) :].tolist()
-            keeps = behind == self.tokens[: len(behind)]
-            ahead = self.tokens[len(behind) :][: request.max_depths[place]] if keeps else []
-            drafts.append(DraftTree.branching(np.array([history[-1], *ahead], dtype=np.int32), 1))
-        return DraftBatch.concatenate(drafts)
+def drafting(text: str) -> ScriptedDrafter:
+    return scripted(*grammar_tokenizer()(text)["input_ids"])
 
 
 GREEDY = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.0}
@@ -325,7 +318,7 @@ GREEDY = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.0}
 
 def drafted_and_plain(text: str, new_processors, **settings) -> list[list[list[int]]]:
     """Tokens with drafts of `text`, and without."""
-    engine = stand.wrap(tiny_model("qwen2"), drafter=Scripted(text))
+    engine = stand.wrap(tiny_model("qwen2"), drafter=drafting(text))
     return [
         [list(tokens) for tokens in engine.generate(
             **GREEDY, **settings, draft=draft, logits_processors=new_processors()
@@ -346,7 +339,7 @@ def test_a_dead_end_that_no_row_comes_to_ends_no_call(make, regex, text, setting
 
 
 def test_a_dead_end_that_a_row_comes_to_is_told():
-    engine = stand.wrap(tiny_model("qwen2"), drafter=Scripted("y"))
+    engine = stand.wrap(tiny_model("qwen2"), drafter=drafting("y"))
     for draft in (True, False):
         with pytest.raises(ValueError, match="finite best|finite score"):
             engine.generate(**GREEDY, logits_processors=PROCESSORS["xgrammar"]("y"), min_new_tokens=5, draft=draft)
@@ -368,7 +361,7 @@ def test_a_forbidden_token_that_is_only_drafted_ends_no_call(make, text):
 def test_a_text_beyond_the_grammar_is_told_in_the_step_in_which_its_row_ends():
     """Its last tokens would be drawn without a mask: behind a token that comes back, and in the same step."""
     processors = [PROCESSORS["xgrammar"]("c{5}"), Insists()]
-    engine = stand.wrap(tiny_model("qwen2"), drafter=Scripted(grammar_tokenizer().decode([40]) * 2))
+    engine = stand.wrap(tiny_model("qwen2"), drafter=drafting(grammar_tokenizer().decode([40]) * 2))
     with pytest.raises(RuntimeError, match="must allow each token of its row, got token 40 after 0 others"):
         engine.generate(**{**GREEDY, "max_new_tokens": 2}, logits_processors=processors)
     engine.generate(**{**GREEDY, "max_new_tokens": 1}, logits_processors=processors)  # nothing is drawn behind it
@@ -399,9 +392,7 @@ class After(LogitsProcessor):
 
 def test_behind_the_end_of_a_grammar_any_token_may_come(make):
     ids = grammar_tokenizer()("cccc")["input_ids"]
-    drafter = Scripted("")
-    drafter.tokens = [*ids, END, *[40] * 6]
-    engine = stand.wrap(tiny_model("qwen2"), drafter=drafter)
+    engine = stand.wrap(tiny_model("qwen2"), drafter=scripted(*ids, END, *[40] * 6))
     asked = {**GREEDY, "max_new_tokens": 9, "stop_token_ids": [50]}
     found = [
         engine.generate(**asked, draft=draft, logits_processors=[make("c{4}"), After()]).token_ids

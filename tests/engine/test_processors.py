@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from node_cases import draft_of, node_case
+from scripted_drafter import ScriptedDrafter
 from small_law import small_model
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import (
@@ -21,7 +22,7 @@ from stand.generation_settings import GenerationSettings
 from stand.laws.processors import ProcessorChain, checked_processors
 from stand.laws.sampling import SamplingParams
 from stand.row import Row
-from stand.trees import DraftBatch, DraftTree
+from stand.trees import DraftBatch
 
 
 class Boost(LogitsProcessor):
@@ -286,21 +287,6 @@ def test_one_processor_needs_no_list():
     assert checked_processors(processor) == checked_processors(iter([processor])) == [processor]
 
 
-class Chain(stand.Drafter):
-    """Drafts these tokens behind a prompt of one token, as far as a row has kept to them."""
-
-    def __init__(self, *tokens):
-        self.tokens = tokens
-
-    def draft(self, request):
-        drafts = []
-        for history, most in zip(request.histories, request.max_depths, strict=True):
-            behind = tuple(history[1:].tolist())
-            ahead = self.tokens[len(behind) :][:most] if behind == self.tokens[: len(behind)] else ()
-            drafts.append(DraftTree.branching(np.array([history[-1], *ahead], dtype=np.int32), 1))
-        return DraftBatch.concatenate(drafts)
-
-
 class Raises(LogitsProcessor):
     """Forbids one token and makes another one likely; counts its calls."""
 
@@ -347,7 +333,7 @@ def outcome(engine, **asked) -> list:
 @pytest.mark.parametrize("case", LATE)
 def test_drafts_change_nothing_where_forbidden_tokens_come_back_or_dead_ends_are_drafted(case):
     settings, tokens = LATE[case]
-    engine = stand.wrap(tiny_model("qwen2"), drafter=Chain(*tokens))
+    engine = stand.wrap(tiny_model("qwen2"), drafter=ScriptedDrafter(tokens, prompt_lengths=[1]))
     asked = {"max_new_tokens": 6, "temperature": 0.0, "stop_token_ids": [], **settings}
     expected = [outcome(engine, input_ids=[[prompt]], **asked, draft=False) for prompt in range(3, 20)]
     assert [outcome(engine, input_ids=[[prompt]], **asked) for prompt in range(3, 20)] == expected

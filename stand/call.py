@@ -223,7 +223,8 @@ class Call:
         if self._is_learning or self._drafter is not None and not self._drafter.rows_apart:
             self._own_seed = seed_with_prompt(self._own_seed, row.history)
         if self._is_learning:
-            self._drafter.learn_prompt(row.history, problem=row.problem)
+            text = row.history if row.media is None else row.history[row.media.text_start :]
+            self._drafter.learn_prompt(text, problem=row.problem)
 
     def _advance(self) -> None:
         """One decoding step of all live rows."""
@@ -347,6 +348,7 @@ class Call:
 def _same_on_all(ranks: Ranks, jobs: Iterable[Job]) -> Iterator[Job]:
     """The jobs, each once all ranks have read the same one."""
     for job in jobs:
-        ranks.check_alike((job.rows, job.limit, job.prompt.tobytes()), "prompts or limits")
+        shown = None if job.media is None else job.media.digest
+        ranks.check_alike((job.rows, job.limit, job.prompt.tobytes(), shown), "prompts or limits")
         yield job
     ranks.check_alike(None, "prompts or limits")

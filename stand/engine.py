@@ -12,7 +12,6 @@ from stand.extra import MissingExtraError, has_engine
 if not has_engine():
     raise MissingExtraError("stand.engine")
 
-import numpy as np
 import torch
 from transformers import (
     GenerationConfig,
@@ -20,6 +19,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -48,6 +48,7 @@ from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
 from stand.texts.pieces import TextPieces
 from stand.texts.prompts import is_one_prompt
+from stand.texts.streaming import begin_streaming, into
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
 
@@ -72,9 +73,11 @@ class Engine:
         drafter: Drafter,
         verifier: Verifier,
         backend: Backend,
+        processor: ProcessorMixin | None = None,
     ):
         self.model = model
         self.tokenizer = tokenizer
+        self.processor = processor
         self.drafter = drafter
         self.verifier = verifier
         self.backend = backend
@@ -124,7 +127,8 @@ class Engine:
         max_rows, max_cache_bytes: as in `run`; a row that ends makes room for the next.
 
         prompts: a text, a chat (a list of messages), or several; also ids, as input_ids takes them.
-        input_ids: a list, tensor or array of ids, one prompt or several, or a tokenizer's output with its mask.
+        input_ids: a list, tensor or array of ids, one prompt or several, or the output of a tokenizer or of the model's
+        processor, with its mask; what it shows is part of the prompt (docs/images.md).
         attention_mask: 0 at padding, which is taken off. Without it the model's padding token is padding in tensors.
 
         Settings are resolved as transformers resolves them: what is given here (settings: any other field of
@@ -151,7 +155,7 @@ class Engine:
         batch mates and, while the drafter learns, of earlier calls.
         """
         call, jobs = self._new_call(
-            prompts, None if streamer is None else _into(streamer),
+            prompts, None if streamer is None else into(streamer),
             input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
             num_return_sequences=num_return_sequences, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
@@ -160,8 +164,7 @@ class Engine:
             max_cache_bytes=max_cache_bytes, **settings,
         )  # fmt: skip
         if streamer is not None:
-            _check_streamed(jobs)
-            streamer.put(torch.from_numpy(jobs[0].prompt.astype(np.int64))[None])
+            begin_streaming(streamer, jobs)
         call.run()
         if streamer is not None:
             streamer.end()
@@ -276,17 +279,22 @@ class Engine:
         memory, after the drafter's preparation."""
         with exclusive(self.model):
             check_flags(draft=draft, learn=learn)
-            reader = JobReader(self.model, self.tokenizer, self._problems, **settings)
-            token_ids = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
+            reader = self._reader(draft, **settings)
+            read = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
             count = reader.settings.num_return_sequences
-            if count * len(token_ids) > MOST_RETURNED_ROWS:
+            if count * len(read) > MOST_RETURNED_ROWS:
                 raise ValueError(
-                    f"a call returns at most {MOST_RETURNED_ROWS} rows, got {len(token_ids)} prompts with "
+                    f"a call returns at most {MOST_RETURNED_ROWS} rows, got {len(read)} prompts with "
                     f"num_return_sequences {count}; use engine.run, which yields rows as they end"
                 )
-            jobs = [reader.job(ids, range(place * count, (place + 1) * count)) for place, ids in enumerate(token_ids)]
+            jobs = [reader.job(each, range(place * count, (place + 1) * count)) for place, each in enumerate(read)]
             options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
             return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=count * len(jobs), **options), jobs
+
+    def _reader(self, draft: bool, **settings: object) -> JobReader:
+        needs_text = draft and (self.drafter.requires_features or self.drafter.rider is not None)
+        beside = {"processor": self.processor, "follower": type(self.drafter).__name__ if needs_text else None}
+        return JobReader(self.model, self.tokenizer, self._problems, **beside, **settings)
 
     def _run_of(
         self,
@@ -307,7 +315,7 @@ class Engine:
             )
         with exclusive(self.model):
             check_flags(draft=draft, learn=learn)
-            reader = JobReader(self.model, self.tokenizer, self._problems, **settings)
+            reader = self._reader(draft, **settings)
             options = {"num_rows": MANY_ROWS, "seed": seed, "draft": draft, "learn": learn, "on_commit": None}
             return self._call_of(reader, map(reader.read, requests), max_rows, max_cache_bytes, **options)
 
@@ -384,17 +392,3 @@ def _stream(call: Call, committed: list[tuple[int, str]]) -> Iterator[tuple[int,
         pieces = [(row, text) for row, text in committed if text]
         committed.clear()
         yield from pieces
-
-
-def _check_streamed(jobs: list[Job]) -> None:
-    num_rows = sum(len(job.rows) for job in jobs)
-    if num_rows != 1:
-        raise ValueError(f"a streamer shows one row, got {num_rows}; use engine.stream, which shows all rows")
-
-
-def _into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:
-    if not isinstance(streamer, BaseStreamer):
-        raise ValueError(
-            f"streamer must be a BaseStreamer, got {type(streamer).__name__}; make a TextStreamer, or use engine.stream"
-        )
-    return lambda row, token_ids: streamer.put(torch.tensor(token_ids))

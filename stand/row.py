@@ -22,6 +22,7 @@ class LiveRows:
     problems: np.ndarray  # [B] int64
     lengths: np.ndarray  # [B] int64: tokens whose keys the cache holds
     max_depths: np.ndarray  # [B] int64: how deep a draft may be of use
+    rotary_offsets: np.ndarray  # [B] int64: what rotary positions are beyond places in the text, 0 without images
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> LiveRows:

@@ -54,14 +54,15 @@ def seed_with_prompt(seed: int, prompt: np.ndarray) -> int:
     return call_seed(seed, _digest(prompt, 8))
 
 
-def prompt_word(prompt: np.ndarray) -> int:
-    """32 bits of a digest of a prompt, int32 [L].
+def prompt_word(prompt: np.ndarray, shown: bytes = b"") -> int:
+    """32 bits of a digest of a prompt, int32 [L], and of what it shows (`Media.digest`).
 
     A row's random numbers are named by its number in the call XOR this word: rows of one prompt never share a name, two
     rows of different prompts do with a chance of 2**-32.
     """
-    return _digest(prompt, 4)
+    return _digest(prompt, 4, shown)
 
 
-def _digest(prompt: np.ndarray, num_bytes: int) -> int:
-    return int.from_bytes(blake2b(np.ascontiguousarray(prompt, dtype="<i4"), digest_size=num_bytes).digest(), "little")
+def _digest(prompt: np.ndarray, num_bytes: int, shown: bytes = b"") -> int:
+    digest = blake2b(np.ascontiguousarray(prompt, dtype="<i4"), digest_size=num_bytes, key=shown)
+    return int.from_bytes(digest.digest(), "little")

@@ -133,7 +133,8 @@ class EagerStep:
             yield
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
-        plan = StepPlan.for_drafts(batch, live.lengths, device=input_device(self._model))
+        place = {"rotary_offsets": live.rotary_offsets, "device": input_device(self._model)}
+        plan = StepPlan.for_drafts(batch, live.lengths, **place)
         self._batch, self._live, self._noise = batch, live, noise
         with (
             taken_features(self._model) if self._wants_features else nullcontext([None]) as taken,

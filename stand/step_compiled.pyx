@@ -15,6 +15,8 @@ cdef class Row:
     cdef readonly int64_t problem  # number of its prompt; the samples of a prompt share it
     cdef readonly int64_t request  # number of its request in the call
     cdef readonly int64_t num_steps  # verifications so far
+    cdef readonly object media  # `stand.media.Media` that the prompt shows, or None
+    cdef readonly int64_t rotary_offset  # added to the places of its tokens behind the prompt, for rotary positions
     cdef public int64_t num_drafted  # nodes drafted for it so far, roots excluded
     cdef public double started, ended  # seconds of the call's clock (`Stats.elapsed`)
     cdef public object finish_reason  # None while it is being decoded
@@ -22,11 +24,12 @@ cdef class Row:
     cdef object _tokens
     cdef int32_t* _written  # the same
 
-    def __init__(self, index, prompt, max_new_tokens, *, problem=0, request=0, prompt_word=0):
+    def __init__(self, index, prompt, max_new_tokens, *, problem=0, request=0, prompt_word=0, media=None):
         """prompt: int32 [L]; max_new_tokens: its limit; the others: see above."""
         self.index, self.prompt_word, self.problem, self.request = index, prompt_word, problem, request
         self._prompt_length = self._length = len(prompt)
         self._max_new_tokens = max_new_tokens
+        self.media, self.rotary_offset = media, 0 if media is None else media.rotary_offset
         self._hold(np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32))
         self._tokens[: len(prompt)] = prompt
 
@@ -79,11 +82,11 @@ cdef class Row:
 
 
 def gathered(rows):
-    """Of each `Row` its history, a list, and as [6, B] int64 its index, prompt word, steps, problem, tokens in the
-    cache, and how deep a draft may be of use."""
+    """Of each `Row` its history, a list, and as [7, B] int64 its index, prompt word, steps, problem, tokens in the
+    cache, how deep a draft may be of use, and its rotary offset."""
     cdef Py_ssize_t place = 0
     cdef Row row
-    columns, histories = np.empty((6, len(rows)), dtype=np.int64), []
+    columns, histories = np.empty((7, len(rows)), dtype=np.int64), []
     cdef int64_t[:, ::1] numbers = columns
     for row in rows:
         histories.append(row._tokens[: row._length])
@@ -93,6 +96,7 @@ def gathered(rows):
         numbers[3, place] = row.problem
         numbers[4, place] = row._length - 1
         numbers[5, place] = row._remaining() - 1
+        numbers[6, place] = row.rotary_offset
         place += 1
     return histories, columns
 

@@ -9,7 +9,7 @@ from stand.extra import MissingExtraError, has_engine
 if not has_engine():
     raise MissingExtraError("stand.wrap")
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from stand.argument_checks import check_flags
 from stand.backend import choose_backend
@@ -28,7 +28,7 @@ from stand.verifiers.registry import fitted
 
 def wrap(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     *,
     drafter: Drafter | BlendedLookup | LookupTree | None = None,
     verifier: str | Verifier = "traversal",
@@ -37,6 +37,7 @@ def wrap(
 ) -> Engine:
     """Make an engine around an unmodified transformers model, where it is and as it is.
 
+    tokenizer: or a processor, which holds one; then chats may show images and what else it takes.
     drafter: who guesses. A lookup means its default drafter: `BlendedDrafter(lookup)`, or `FixedShapeDrafter(lookup)`
     for a `LookupTree`. None: `BlendedDrafter()`, which starts with an empty lookup. One drafter serves one model.
     verifier: a name from `stand.verifiers`, or a `Verifier`. A rule that changes the output's law must be passed as an
@@ -62,9 +63,11 @@ def wrap(
         )
     if tensor_group(model) is not None:
         refuse_needy(drafter, "several processes")
+    processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
     attach(drafter, model, tokenizer, rule)
     chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
-    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
+    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen, processor=processor)
 
 
 def attach(drafter: Drafter, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, rule: Verifier) -> None:

@@ -133,15 +133,17 @@ def prefill_chunk(
     *,
     row: int,
     takes_features: bool = False,
+    rotary_offset: int = 0,
 ) -> int:
     """The next chunk of `token_ids`, int32 [L], whose first `done` keys cache row `row` holds; how many it holds now.
 
     The chunks of a prompt are the same whenever they are run, and so are its keys. takes_features: whether somebody
-    takes all tokens' last hidden states, so that no layer may leave tokens out.
+    takes all tokens' last hidden states, so that no layer may leave tokens out. rotary_offset: as of a `Row`.
     """
     chunk = token_ids[done : done + PROMPT_CHUNK]
     if len(chunk):
-        plan = StepPlan.for_prompt(chunk, done, row=row, device=input_device(model))
+        place = {"row": row, "rotary_offset": rotary_offset, "device": input_device(model)}
+        plan = StepPlan.for_prompt(chunk, done, **place)
         leaves_out = getattr(text_config(model), "num_kv_shared_layers", 0) > 0  # tokens, where a number is kept
         is_whole = takes_features and leaves_out
         kept = torch.tensor([plan.num_tokens - 1], device=plan.device) if is_whole else 1

@@ -52,11 +52,13 @@ class StepPlan:
         lengths: np.ndarray,  # [A] committed tokens per row
         *,
         starts: np.ndarray | None = None,  # [A] tokens behind the committed ones that earlier forwards wrote; default 0
+        rotary_offsets: np.ndarray | None = None,  # [A] what rotary positions are beyond places in the text; default 0
         first_row: int = 0,
         is_prompt: bool = False,  # one row, a chain, and all of it stays
         device: torch.device | str = "cpu",
     ):
         starts = np.zeros_like(lengths) if starts is None else starts
+        rotary_offsets = np.zeros_like(lengths) if rotary_offsets is None else rotary_offsets
         counts = np.diff(offsets)
         local_rows = np.repeat(np.arange(len(counts)), counts)
         local_nodes = np.arange(len(token_ids)) - np.repeat(offsets[:-1], counts)
@@ -69,7 +71,7 @@ class StepPlan:
         self.kv_length = int(self.ends.max())  # L
         self.device = torch.device(device)
         self.token_ids = token_ids
-        self._given = (token_ids, offsets, depths, ancestors, lengths, starts, first_row, is_prompt)
+        self._given = (token_ids, offsets, depths, ancestors, lengths, starts, rotary_offsets, first_row, is_prompt)
         self._elsewhere: dict[torch.device, StepPlan] = {}
         self._lasts: dict[int, StepPlan] = {}
         self.attentions: list[AttentionShape] | None = None  # of the layers of a forward, where somebody collects them
@@ -80,25 +82,41 @@ class StepPlan:
         self.depths = depths
         self.ancestors = ancestors
         self.lengths = lengths
+        self._rotary_offsets = rotary_offsets
         self._local_rows = local_rows
         self._local_nodes = local_nodes
         self._masks: dict[tuple[int | None, int, torch.dtype], list[torch.Tensor]] = {}
         self._paths_back: dict[int, torch.Tensor] = {}
         self.input_ids = self._to_device(token_ids.astype(np.int64))[None]  # [1, M]
-        self.position_ids = self._to_device((lengths[local_rows] + depths).astype(np.int64))[None]  # [1, M]
+        positions = (lengths + rotary_offsets)[local_rows] + depths
+        self.position_ids = self._to_device(positions.astype(np.int64))[None]  # [1, M] rotary ones; masks have none
         self.cache_rows = self._to_device((local_rows + first_row).astype(np.int64))  # [M]
         slots = (lengths + starts)[local_rows] + local_nodes
         self.cache_slots = self._to_device(slots.astype(np.int64))  # [M]
 
     @classmethod
-    def for_drafts(cls, batch: DraftBatch, lengths: np.ndarray, *, device: torch.device | str = "cpu") -> StepPlan:
+    def for_drafts(
+        cls,
+        batch: DraftBatch,
+        lengths: np.ndarray,
+        *,
+        rotary_offsets: np.ndarray | None = None,
+        device: torch.device | str = "cpu",
+    ) -> StepPlan:
         """The verification step: one draft per cache row, rows 0 .. A-1."""
         ancestors = ancestor_matrix(batch)
-        return cls(batch.token_ids, batch.offsets, batch.depths, ancestors, lengths, device=device)
+        given = {"rotary_offsets": rotary_offsets, "device": device}
+        return cls(batch.token_ids, batch.offsets, batch.depths, ancestors, lengths, **given)
 
     @classmethod
     def for_prompt(
-        cls, token_ids: np.ndarray, length: int, *, row: int, device: torch.device | str = "cpu"
+        cls,
+        token_ids: np.ndarray,
+        length: int,
+        *,
+        row: int,
+        rotary_offset: int = 0,
+        device: torch.device | str = "cpu",
     ) -> StepPlan:
         """A chunk of one prompt behind `length` tokens that are already in cache row `row`."""
         count = len(token_ids)
@@ -108,6 +126,7 @@ class StepPlan:
             np.arange(count),
             np.tri(count, dtype=bool),
             np.array([length]),
+            rotary_offsets=np.array([rotary_offset]),
             first_row=row,
             is_prompt=True,
             device=device,
@@ -118,9 +137,9 @@ class StepPlan:
         if device == self.device:
             return self
         if device not in self._elsewhere:
-            *given, starts, first_row, is_prompt = self._given
-            asked = {"starts": starts, "first_row": first_row, "is_prompt": is_prompt, "device": device}
-            self._elsewhere[device] = StepPlan(*given, **asked)
+            *given, starts, rotary_offsets, first_row, is_prompt = self._given
+            behind = {"starts": starts, "rotary_offsets": rotary_offsets, "first_row": first_row}
+            self._elsewhere[device] = StepPlan(*given, **behind, is_prompt=is_prompt, device=device)
             self._elsewhere[device].attentions = self.attentions
         return self._elsewhere[device]
 
@@ -135,7 +154,8 @@ class StepPlan:
             )
         if count not in self._lasts:
             tokens, length = self._given[0][-count:], int(self.ends[0]) - count
-            self._lasts[count] = StepPlan.for_prompt(tokens, length, row=self.first_row, device=self.device)
+            place = {"row": self.first_row, "rotary_offset": int(self._rotary_offsets[0]), "device": self.device}
+            self._lasts[count] = StepPlan.for_prompt(tokens, length, **place)
         return self._lasts[count]
 
     def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -260,7 +260,7 @@ class CapturedStep:
         self._table.extend(live.rows, lengths, batch.offsets, places, before_moving=self._forget)
         met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1], self._is_split)
         self.body, self._program = self._by_nodes.get(met) or self._recorded_for(met)
-        self.body.packet.fill(batch, lengths, places, self._table)
+        self.body.packet.fill(batch, lengths, places, self._table, rotary_offsets=live.rotary_offsets)
         self._rule.fill(self.body.packet.host, batch, noise)
         self._batch, self._live = batch, live
 

@@ -256,7 +256,7 @@ class StepBody:
         with self._output.features_of(self._model), self._output.watching(), running(self._plan):
             output = self._model(
                 input_ids=step["token_ids"][None],
-                position_ids=step["positions"][None],
+                position_ids=step["rotary_positions"][None],
                 use_cache=True,
                 stand_plan=self._plan,
                 **{cache_argument(self._model): self._cache},

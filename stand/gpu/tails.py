@@ -66,7 +66,7 @@ class TailBody:
         self._cache.begin(step["slots"])
         ids, probs = rider.guess(
             self._output.watched[step["ends"]],
-            step["positions"][None],
+            step["rotary_positions"][None],
             attention=KERNEL_ATTENTION_NAME,
             cache=self._cache,
             plan=self._plan,

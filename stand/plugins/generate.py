@@ -32,7 +32,7 @@ from stand.engine import Engine
 from stand.forward.cache.cache_argument import CACHE_ARGUMENTS
 from stand.generation_settings import PREPARED
 from stand.output import GenerationOutput
-from stand.texts.prompts import TYPES
+from stand.media.media import TYPES, media_arguments
 from stand.wrapping import wrap
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
@@ -128,7 +128,8 @@ def stand_generate(
     Raises ValueError by name for an argument that cannot be served exactly.
     """
     _refuse_own_inputs(model)
-    _refuse_unserved(input_ids, model_kwargs)
+    shown = _shown(model)
+    _refuse_unserved(input_ids, model_kwargs, shown)
     streamer = _streamer(stand_streamer)
     engine, mask = engine_of(model), model_kwargs.get("attention_mask")
     num_rows, width = input_ids.shape
@@ -138,9 +139,10 @@ def stand_generate(
     pad_id = _padding(generation_config, num_rows, criteria)
     if stand_seed is None:
         stand_seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
+    prompts = input_ids[::num_samples]
+    mask = torch.ones_like(prompts) if mask is None else mask[::num_samples]
     output = engine.generate(
-        input_ids=input_ids[::num_samples],
-        attention_mask=torch.ones_like(input_ids[::num_samples]) if mask is None else mask[::num_samples],
+        input_ids={"input_ids": prompts, "attention_mask": mask, **shown},
         generation_config=_for_single_rows(generation_config, width, processors),
         logits_processors=processors,
         prefix_allowed_tokens_fn=_of_caller("prefix_allowed_tokens_fn"),
@@ -217,10 +219,22 @@ def _refuse_own_inputs(model: PreTrainedModel) -> None:
         )
 
 
-def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]) -> None:
-    """Arguments of the model's forward beyond those that `generate` makes, and those with values of one's own."""
+def _shown(model: PreTrainedModel) -> dict[str, object]:
+    """What the caller's prompt shows, as it was given: `generate` hands it over encoded, and once per sample."""
+    given = {name: value for name, value in (_of_caller("kwargs") or {}).items() if value is not None}
+    if media_arguments(model).isdisjoint(given):
+        return {}
+    return {name: value for name, value in given.items() if name in media_arguments(model).union(TYPES)}
+
+
+def _refuse_unserved(
+    input_ids: torch.Tensor, model_kwargs: Mapping[str, object], shown: Mapping[str, object]
+) -> None:
+    """Arguments of the model's forward beyond those that `generate` makes, what a prompt shows and those with values of
+    one's own."""
+    known = {*MADE_BY_GENERATE, *shown, *(("mm_encoder_outputs",) if shown else ())}
     for name, value in model_kwargs.items():
-        if name not in MADE_BY_GENERATE and not _says_nothing(name, value):
+        if name not in known and not _says_nothing(name, value):
             raise ValueError(
                 f"{name} cannot be given here, got {type(value).__name__}: the engine runs the model on token ids "
                 "alone; leave it out, or call model.generate without custom_generate"
@@ -236,7 +250,8 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
                 f"{name} must be left out here, got a cache: the engine keeps keys and values in its own; "
                 "pass the whole text as input_ids"
             )
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    mask = model_kwargs.get("attention_mask")
+    positions = None if shown else model_kwargs.get("position_ids")
     if positions is not None and positions.shape[-1] != input_ids.shape[1]:  # `generate` counts them by the mask
         raise ValueError(
             f"attention_mask and position_ids must be as long as input_ids, got {positions.shape[-1]} for "

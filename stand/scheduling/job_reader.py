@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from stand.argument_checks import whole_number
 from stand.forward.devices import input_device
@@ -19,9 +18,11 @@ from stand.generation_settings import PREPARED, GenerationSettings
 from stand.laws.allowed_tokens import AllowedInCall
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
+from stand.media.check import check_media
+from stand.media.media import Media, media_arguments
 from stand.numbered_keys import NumberedKeys
 from stand.scheduling.request import Job, Request, which_request
-from stand.texts.prompts import PromptReader
+from stand.texts.prompts import Prompt, PromptReader
 from stand.texts.stop import StopRule, as_strings
 from stand.trees import problem_key
 
@@ -39,6 +40,8 @@ class JobReader:
         problems: NumberedKeys,
         /,
         *,
+        processor: ProcessorMixin | None = None,
+        follower: str | None = None,
         generation_config: GenerationConfig | None = None,
         stop: object = None,
         stop_token_ids: object = None,
@@ -47,9 +50,11 @@ class JobReader:
         prefix_allowed_tokens_fn: object = None,
         **settings: object,
     ):
-        """problems: the engine's prompts by `problem_key`.
+        """problems: the engine's prompts by what names them.
+        processor: of the model, where one was given. follower: name of a drafter that follows texts alone.
         settings: fields of `GenerationConfig`; the others are as in `Engine.generate`."""
         self._model, self._tokenizer, self._problems = model, tokenizer, problems
+        self._processor, self._follower = processor, follower
         self._processors = checked_processors(logits_processors)
         self._more = {}
         if prefix_allowed_tokens_fn is not None:
@@ -91,6 +96,8 @@ class JobReader:
             tokenizer=self._tokenizer,
             pad_id=pad_id,
             end_ids=self.settings.end_ids,
+            processor=self._processor,
+            media_names=media_arguments(self._model),
         )
 
     def read(self, request: Request | object) -> Job:
@@ -115,17 +122,18 @@ class JobReader:
 
     def job(
         self,
-        prompt: np.ndarray,
+        prompt: Prompt,
         rows: Sequence[int],
         *,
         settings: GenerationSettings | None = None,
         stop: StopRule | None = None,
         id: object = None,
     ) -> Job:
-        """prompt: [L] int32, checked; settings and stop: default the call's."""
-        settings = self.settings if settings is None else settings
-        limit = settings.limits(self._model, [prompt])[0]
-        processors = settings.processors(self._model, prompt, limit, own=self._processors, **self._more)
+        """settings and stop: default the call's."""
+        settings, token_ids = self.settings if settings is None else settings, prompt.token_ids
+        limit = settings.limits(self._model, [token_ids])[0]
+        media = self._media(prompt)
+        processors = settings.processors(self._model, token_ids, limit, own=self._processors, **self._more)
         number = self._num_jobs
         if self._law is None:
             self._law = settings.law(processors)
@@ -134,7 +142,21 @@ class JobReader:
         self._num_jobs += 1
         self._note(rows)
         stop = self._stop if stop is None else stop
-        return Job(number, prompt, limit, rows, stop, self._problems.of(problem_key(prompt)), id)
+        name = problem_key(token_ids) if media is None else (problem_key(token_ids), media.digest)
+        return Job(number, token_ids, limit, rows, stop, self._problems.of(name), id, media)
+
+    def _media(self, prompt: Prompt) -> Media | None:
+        """What it shows, which the model is known to be served with then."""
+        if not prompt.shown:
+            return None
+        if self._follower is not None:
+            raise ValueError(
+                f"a drafter that follows the model's hidden states needs prompts of text alone, got {self._follower} "
+                f"and {', '.join(prompt.shown)}; wrap the model without drafter="
+            )
+        media = Media.of(self._model, prompt.token_ids, prompt.shown)
+        check_media(self._model, prompt.token_ids, media)
+        return media
 
     def _note(self, rows: Sequence[int]) -> None:
         """These numbers are taken."""

@@ -23,6 +23,7 @@ class Prefilled:
     features: list[torch.Tensor] = field(default_factory=list)  # by chunk, of all that is done or of none
     states: dict[int, RecurrentStates] = field(default_factory=dict)  # by whole chunks: what was noted behind them
     noting: set[int] = field(default_factory=set)  # where states are to be noted
+    is_shareable: bool = True  # not where the prompt shows what its token ids do not tell
     is_beyond: bool = False  # by the factors of longer texts, see `stand.forward.long_factors`
     is_cut: bool = False  # a chunk has begun and not ended: recurrent states may lie behind a part of it
 
@@ -61,7 +62,7 @@ class Prefilled:
 
 def common_chunks(source: Prefilled, target: Prefilled) -> int:
     """Whole chunks that `source` has keys of and `target` begins with."""
-    if source.is_beyond != target.is_beyond:
+    if source.is_beyond != target.is_beyond or not (source.is_shareable and target.is_shareable):
         return 0
     most = max(min(source.done, len(target.token_ids)), 0)
     differs = source.token_ids[:most] != target.token_ids[:most]

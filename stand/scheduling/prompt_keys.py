@@ -16,7 +16,8 @@ from stand.forward.features import no_features, taken_features
 from stand.forward.long_factors import long_factors
 from stand.forward.model import PROMPT_CHUNK, prefill_chunk
 from stand.forward.ranks import ALONE, Ranks
-from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_attention import exclusive, tree_attention
+from stand.media.first_forward import prefill_media
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning, lies_beyond
 from stand.scheduling.kept_prompts import NO_AGE, KeptPrompts
@@ -91,10 +92,8 @@ class PromptKeys:
             before = max(prompt.done, 0)
             taking = taken_features(self._model) if self._wants_features else nullcontext([])
             prompt.is_cut = True  # by an error or an interrupt, after which it is offered to later calls
-            factors = long_factors(self._model) if prompt.is_beyond else nullcontext()
-            with tree_attention(self._model), taking as features, factors:
-                asked = {"row": 0, "takes_features": self._wants_features}
-                done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, **asked)
+            with taking as features:
+                done = self._prefilled(row, prompt, before)
             prompt.features += features
             prompt.done, prompt.is_cut = done, False
             prompt.note_states()
@@ -102,6 +101,17 @@ class PromptKeys:
             if prompt.done == row.num_cached:
                 self._count(row, prompt)
         return prompt if prompt.done == row.num_cached else None
+
+    def _prefilled(self, row: Row, prompt: Prefilled, done: int) -> int:
+        """How many tokens of what `row` begins with have keys behind a further chunk, or behind all that shows
+        something."""
+        if row.media is not None and not done:
+            with exclusive(self._model):
+                return prefill_media(self._model, prompt.keys, row.prompt, row.media)
+        factors = long_factors(self._model) if prompt.is_beyond else nullcontext()
+        asked = {"takes_features": self._wants_features, "rotary_offset": row.rotary_offset}
+        with tree_attention(self._model), factors:
+            return prefill_chunk(self._model, prompt.keys, row.history[:-1], done, row=0, **asked)
 
     def features(self, prompt: Prefilled) -> torch.Tensor:
         """[L - 1, D] of a prompt of L tokens that is ready."""
@@ -127,7 +137,8 @@ class PromptKeys:
         goes first: the only live row may have crossed its border, and now begins with keys of its own."""
         if not self._admission.fits([], row):
             self.keep_only(row)
-        prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1], is_beyond=lies_beyond(row, self._border))
+        kind = {"is_shareable": row.media is None, "is_beyond": lies_beyond(row, self._border)}
+        prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1], **kind)
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
         others = [*self._prompts.values(), *(() if self._kept is None else self._kept.of(self._age))]
         most = (row.num_cached - 1) // PROMPT_CHUNK
@@ -162,5 +173,5 @@ class PromptKeys:
         for start in starts:
             self._admission.close(start)
             prompt = self._prompts.pop(start)
-            if self._kept is not None and not prompt.is_beyond:
+            if self._kept is not None and prompt.is_shareable and not prompt.is_beyond:
                 self._kept.offer(prompt, self._age)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stand.media.media import Media
 from stand.texts.stop import StopRule
 
 
@@ -18,7 +19,7 @@ class Request:
     one law and one source of random numbers, in which the rows' numbers name their own.
     """
 
-    prompt: object  # a text, a chat, token ids, or a tokenizer's output
+    prompt: object  # a text, a chat, token ids, or the output of a tokenizer or a processor
     num_return_sequences: int | None = None
     max_new_tokens: int | None = None
     stop: str | Sequence[str] | None = None  # added to the run's
@@ -55,6 +56,7 @@ class Job:
     stop: StopRule
     problem: int  # number of the prompt in the engine
     id: object
+    media: Media | None = None  # what the prompt shows
 
 
 def which_request(number: int, id: object) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 at text of one segment; others tell images and second segments
+from stand.media.media import TYPES
+
 OF_TOKENIZERS = frozenset(  # what their outputs hold beside, which changes no forward
     "input_ids attention_mask special_tokens_mask offset_mapping length overflowing_tokens num_truncated_tokens "
     "overflow_to_sample_mapping assistant_masks".split()
@@ -20,20 +21,31 @@ ANSWERS = ("assistant", "tool")  # roles whose content templates may change
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A prompt as it was read."""
+
+    token_ids: np.ndarray  # [L] int32
+    shown: Mapping[str, object] = field(default_factory=dict)  # what its processor gave beside them: see `Media.of`
+
+
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Turns what `Engine.generate` is given into one int32 array per prompt."""
+    """Turns what `Engine.generate` is given into `Prompt`s."""
 
     vocabulary_size: int
     tokenizer: PreTrainedTokenizerBase | None = None
     pad_id: int | None = None  # in tensors without a mask it marks what belongs to no prompt
     end_ids: tuple[int, ...] = ()
+    processor: ProcessorMixin | None = None  # for chats that show something
+    media_names: frozenset[str] = frozenset()  # by which the model takes that
 
-    def read(self, prompts: object, input_ids: object, *, attention_mask: object = None) -> list[np.ndarray]:
-        """[L] int32 arrays, from exactly one of `prompts` and `input_ids`.
+    def read(self, prompts: object, input_ids: object, *, attention_mask: object = None) -> list[Prompt]:
+        """From exactly one of `prompts` and `input_ids`.
 
         prompts: a text, a chat (a list of messages with role and content), a list of either, or what input_ids may be.
-        input_ids: a list of ids or of such lists, a tensor or array [L] or [B, L], or a tokenizer's output.
+        input_ids: a list of ids or of such lists, a tensor or array [L] or [B, L], or the output of a tokenizer or, of
+        one prompt, a processor. Several outputs may be in a list.
         attention_mask: of the shape of input_ids, 0 at padding before or after a prompt, 1 at its tokens.
 
         Raises ValueError where the meaning is not clear.
@@ -41,8 +53,12 @@ class PromptReader:
         if (prompts is None) == (input_ids is None):
             raise ValueError("give exactly one of prompts and input_ids, got both or neither; leave one of them out")
         given = input_ids if prompts is None else prompts
+        if _are_outputs(given):
+            return [prompt for output in given for prompt in self.read(None, output, attention_mask=attention_mask)]
         if isinstance(given, Mapping):
-            given, attention_mask = _unpacked(given, attention_mask)
+            given, attention_mask, shown = self._unpacked(given, attention_mask)
+            if shown:
+                return [self._showing(given, attention_mask, shown)]
         texts = _as_texts(given)
         if texts is None:
             sequences = self._sequences(given, attention_mask, "input_ids" if prompts is None else "prompts")
@@ -56,20 +72,27 @@ class PromptReader:
         if not sequences:
             raise ValueError("at least one prompt is needed, got an empty list; pass a text or token ids")
         places = [f" as prompt {place}" for place in range(len(sequences))] if len(sequences) > 1 else [""]
-        return [self._checked(*given) for given in zip(sequences, places, strict=True)]
+        return [
+            given if isinstance(given, Prompt) else Prompt(self._checked(given, place))
+            for given, place in zip(sequences, places, strict=True)
+        ]
 
-    def _encoded(self, text: str | list[Mapping]) -> list[int]:
-        """A text as the tokenizer encodes it; a chat as `chat_text`."""
+    def _encoded(self, text: str | list[Mapping]) -> list[int] | Prompt:
+        """A text as the tokenizer encodes it; a chat as `chat_text`, or by the processor where it shows something."""
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
         if isinstance(text, str):
             return self._ids_of(text)
-        if self.tokenizer.chat_template is None:
+        if shown_parts(text) and self.processor is not None:
+            return self.read(None, processed_chat(self.processor, text))[0]
+        holders = [holder for holder in (self.tokenizer, self.processor) if holder is not None]
+        templated = next((holder for holder in holders if holder.chat_template is not None), None)
+        if templated is None:
             raise ValueError(
                 f"chats need a chat template, got none in {type(self.tokenizer).__name__}; set "
                 "tokenizer.chat_template or pass a text"
             )
-        return self._ids_of(chat_text(self.tokenizer, text), add_special_tokens=False)
+        return self._ids_of(chat_text(templated, text), add_special_tokens=False)
 
     def _ids_of(self, text: str, **options: bool) -> list[int]:
         try:
@@ -79,6 +102,43 @@ class PromptReader:
                 f"a text must be one that the tokenizer takes, got {type(error).__name__} ({error}) for {text!r:.80}; "
                 "pass whole characters, or token ids"
             ) from error
+
+    def _unpacked(self, given: Mapping, attention_mask: object) -> tuple[object, object, dict[str, object]]:
+        """input_ids, mask, and what is shown beside them, of the output of a tokenizer or a processor, which may hold
+        nothing else that a forward would take."""
+        if "input_ids" not in given:
+            raise ValueError(
+                f"a tokenizer's output must hold input_ids, got {', '.join(map(str, given))}; put a single chat "
+                "message into a list"
+            )
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask must be given once, got it beside a tokenizer's output; put it into the output, or "
+                "pass input_ids=output['input_ids']"
+            )
+        beside = {name: value for name, value in given.items() if value is not None and name not in OF_TOKENIZERS}
+        is_showing = not self.media_names.isdisjoint(beside)
+        for name, value in beside.items():
+            says_nothing = name in TYPES and not any(np.any(row) for row in _rows(value, name))
+            if not (says_nothing or is_showing and name in self.media_names.union(TYPES)):
+                taken = " and ".join(["text", *sorted(self.media_names)])
+                raise ValueError(
+                    f"a prompt must be {taken} alone, got {name} in the tokenizer's output, which no forward is given "
+                    "here; leave it out, or call model.generate"
+                )
+        return given["input_ids"], given.get("attention_mask"), beside if is_showing else {}
+
+    def _showing(self, input_ids: object, attention_mask: object, shown: Mapping[str, object]) -> Prompt:
+        """Of a processor's output, without padding."""
+        rows = _rows(input_ids, "input_ids")
+        if len(rows) != 1:
+            raise ValueError(
+                f"a processor's output must be of one prompt where it shows something, got {len(rows)}; call the "
+                "processor once for each, and pass a list of what it returns"
+            )
+        mask = np.ones_like(rows[0]) if attention_mask is None else _rows(attention_mask, "attention_mask")[0]
+        types = {name: _unpadded(_rows(shown[name], name)[0], mask)[None] for name in TYPES if name in shown}
+        return Prompt(self._checked(_unpadded(rows[0], mask), ""), {**shown, **types})
 
     def _sequences(self, given: object, attention_mask: object, name: str) -> list[object]:
         """One sequence of ids per prompt, without padding."""
@@ -171,17 +231,40 @@ def _check_message(message: Mapping) -> None:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise ValueError(f"every chat message must have a role, got {message!r:.120}; add role and content")
-    for part in content if isinstance(content, (list, tuple)) else ():
-        if isinstance(part, Mapping) and part.get("type", "text") != "text":
-            raise ValueError(
-                f"a chat must be text alone, got content of type {part['type']!r}; call model.generate for it"
-            )
+    for kind in shown_parts([message]):
+        raise ValueError(
+            f"a chat that shows something needs the model's processor, got content of type {kind!r} and a tokenizer; "
+            "pass AutoProcessor.from_pretrained(...) to stand.wrap in its place"
+        )
     is_left_out = content is None and any(message.get(name) for name in BESIDE_CONTENT)
     if role in WRITTEN and not (isinstance(content, str) or _is_parts(content) or is_left_out):
         raise ValueError(
             f"the content of a chat message must be a text or parts of text, got {message!r:.120}; write "
             '{"role": ..., "content": "..."}'
         )
+
+
+def shown_parts(chat: list[Mapping]) -> list[str]:
+    """The types of its contents that are no text, such as "image"."""
+    contents = [message.get("content") for message in chat]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    return [part["type"] for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"]
+
+
+def processed_chat(processor: ProcessorMixin, chat: list[Mapping]) -> Mapping:
+    """The processor's output of a chat that shows something, with the beginning of an answer as in `chat_text`.
+
+    Raises ValueError where the processor does not take it.
+    """
+    goes_on = chat[-1].get("role") == "assistant"
+    asked = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    try:
+        return processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt", **asked)
+    except Exception as error:  # of its template, of a file, of a network
+        raise ValueError(
+            f"a chat must be one that {type(processor).__name__} takes, got {type(error).__name__}: {error}; change "
+            "the chat, or pass what the processor returns"
+        ) from error
 
 
 def _is_parts(content: object) -> bool:
@@ -230,27 +313,10 @@ def is_one_prompt(given: object) -> bool:
     return isinstance(given, (str, Mapping)) or (_is_chat(given) and any("role" in message for message in given))
 
 
-def _unpacked(given: Mapping, attention_mask: object) -> tuple[object, object]:
-    """input_ids and mask of a tokenizer's output, which may hold nothing else that a forward would take."""
-    if "input_ids" not in given:
-        raise ValueError(
-            f"a tokenizer's output must hold input_ids, got {', '.join(map(str, given))}; put a single chat message "
-            "into a list"
-        )
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask must be given once, got it beside a tokenizer's output; put it into the output, or pass "
-            "input_ids=output['input_ids']"
-        )
-    for name, value in given.items():
-        if value is None or name in OF_TOKENIZERS:
-            continue
-        if name not in TYPES or any(np.any(row) for row in _rows(value, name)):
-            raise ValueError(
-                f"a prompt must be text alone, got {name} in the tokenizer's output: the engine runs the model on "
-                "token ids; leave it out, or call model.generate"
-            )
-    return given["input_ids"], given.get("attention_mask")
+def _are_outputs(given: object) -> bool:
+    """Whether it is a list of outputs of tokenizers and processors."""
+    is_list = isinstance(given, (list, tuple)) and bool(given)
+    return is_list and all(isinstance(part, Mapping) and "input_ids" in part for part in given)
 
 
 def _as_texts(given: object) -> list[str | list[Mapping]] | None:

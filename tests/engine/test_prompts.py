@@ -24,9 +24,9 @@ def reader(**changed) -> PromptReader:
 
 
 def read(prompts=None, input_ids=None, *, attention_mask=None, **changed) -> list[list[int]]:
-    arrays = reader(**changed).read(prompts, input_ids, attention_mask=attention_mask)
-    assert all(array.dtype == np.int32 and array.ndim == 1 for array in arrays)
-    return [array.tolist() for array in arrays]
+    read = reader(**changed).read(prompts, input_ids, attention_mask=attention_mask)
+    assert all(prompt.token_ids.dtype == np.int32 and prompt.token_ids.ndim == 1 for prompt in read)
+    return [prompt.token_ids.tolist() for prompt in read]
 
 
 LEFT = torch.tensor([LONG, [PAD, PAD, *SHORT]])
@@ -55,6 +55,11 @@ RIGHT = torch.tensor([LONG, [*SHORT, PAD, PAD]])
 )
 def test_one_prompt_of_ids(ids):
     assert read(input_ids=ids) == read(ids) == [LONG]
+
+
+def test_several_outputs_of_a_tokenizer():
+    outputs = [{"input_ids": [LONG]}, BatchEncoding({"input_ids": LEFT, "attention_mask": LEFT != PAD})]
+    assert read(outputs) == read(input_ids=tuple(outputs)) == [LONG, LONG, SHORT]
 
 
 def test_texts_and_chats():

@@ -141,7 +141,7 @@ def test_a_turn_draws_anew_though_the_seed_is_the_same(turns):
 
 def test_turns_that_share_their_numbers_are_seen(monkeypatch):
     """The negative control: numbers that do not follow from the prompt."""
-    monkeypatch.setattr("stand.scheduling.scheduler.prompt_word", lambda prompt: 0)
+    monkeypatch.setattr("stand.scheduling.scheduler.prompt_word", lambda prompt, shown: 0)
     make_engine, settings = TURNS["without drafts"]
     assert p_of_two_turns(make_engine, **settings) < 1e-6
 

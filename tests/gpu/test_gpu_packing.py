@@ -25,7 +25,7 @@ HEAP = heap_parents(20)
 
 def empty_arrays(size):
     num_tokens, num_rows = size.num_tokens, size.num_rows
-    names = ("token_ids", "positions", "slots", "parents", "depths", "follows", "turns")
+    names = ("token_ids", "positions", "rotary_positions", "slots", "parents", "depths", "follows", "turns")
     return {
         **{name: np.zeros(num_tokens, dtype=np.int64) for name in names},
         "ancestors": np.zeros((num_tokens, size.num_words), dtype=np.int64),
@@ -43,10 +43,14 @@ def table_of(num_rows):
     return np.random.default_rng(7).permutation(num_rows * WIDTH).astype(np.int32).reshape(num_rows, WIDTH)
 
 
+def rotary_offsets_of(lengths):
+    return -3 * np.arange(len(lengths), dtype=np.int64)
+
+
 def fill(arrays, batch, lengths, cache_rows, num_rows, ends=ROOM):
     arrays.fill(
         batch.token_ids, batch.parents, batch.depths, batch.offsets, np.asarray(lengths, dtype=np.int64),
-        np.asarray(cache_rows, dtype=np.int64), table_of(num_rows), np.full(num_rows, ends), PAGE, SPARE,
+        rotary_offsets_of(lengths), np.asarray(cache_rows, dtype=np.int64), table_of(num_rows), np.full(num_rows, ends), PAGE, SPARE,
     )  # fmt: skip
 
 
@@ -74,6 +78,9 @@ def test_arrays_equal_the_eager_plan(seed):
     plan = StepPlan.for_drafts(batch, lengths)
     assert np.array_equal(out["token_ids"][:count], batch.token_ids)
     assert np.array_equal(out["positions"][:count], plan.position_ids[0])
+    turned = StepPlan.for_drafts(batch, lengths, rotary_offsets=rotary_offsets_of(lengths))
+    assert np.array_equal(out["rotary_positions"][:count], turned.position_ids[0])
+    assert not out["rotary_positions"][count:].any()
     row_of = np.repeat(np.arange(rows), np.diff(batch.offsets))
     slots, table = plan.cache_slots.numpy(), table_of(rows + 2)
     pages = table[cache_rows[row_of], slots // PAGE]

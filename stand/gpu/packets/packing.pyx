@@ -13,6 +13,7 @@ cdef class StepArrays:
     """The arrays of one packed step of at most M tokens and B rows, filled in place (see `StepPacket` for each)."""
 
     cdef int64_t[::1] token_ids, positions, slots  # [M]; slots: page * its size + slot in it
+    cdef int64_t[::1] rotary_positions  # [M]
     cdef int64_t[:, ::1] ancestors  # [M, W] bit j of a row: local node j is an ancestor, or itself
     cdef int64_t[::1] parents  # [M] packed; roots and padding are their own parents
     cdef int64_t[::1] depths
@@ -29,6 +30,7 @@ cdef class StepArrays:
         `partial_starts_n`."""
         self.token_ids, self.positions, self.slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
         self.ancestors, self.parents = arrays["ancestors"], arrays["parents"]
+        self.rotary_positions = arrays["rotary_positions"]
         self.depths, self.follows, self.turns = arrays["depths"], arrays["follows"], arrays["turns"]
         self.offsets, self.lengths, self.cache_rows = arrays["offsets"], arrays["lengths"], arrays["cache_rows"]
         self.pages = arrays["pages"]
@@ -45,6 +47,7 @@ cdef class StepArrays:
         const int32_t[::1] depths not None,  # [m]
         const int32_t[::1] offsets not None,  # [b + 1], b <= B
         const int64_t[::1] lengths not None,  # [b] committed keys of each row
+        const int64_t[::1] rotary_offsets not None,  # [b]
         const int64_t[::1] cache_rows not None,  # [b]
         const int32_t[:, ::1] pages not None,  # [B, T] slot s of cache row r is in page pages[r, s // page_size]
         const int64_t[::1] ends not None,  # [B] slots that a cache row may write
@@ -64,7 +67,8 @@ cdef class StepArrays:
             if end > 0:
                 memcpy(&self.pages[cache_rows[row], 0], &pages[cache_rows[row], 0], end * sizeof(int32_t))
             self._fill_row(
-                row, token_ids, parents, depths, offsets, lengths[row], &pages[cache_rows[row], 0], page_size
+                row, token_ids, parents, depths, offsets, lengths[row], rotary_offsets[row],
+                &pages[cache_rows[row], 0], page_size,
             )
             self.lengths[row], self.cache_rows[row] = lengths[row], cache_rows[row]
         self._pad(token_ids.shape[0], num_rows, spare_slot)
@@ -101,7 +105,7 @@ cdef class StepArrays:
 
     cdef void _fill_row(
         self, Py_ssize_t row, const int32_t[::1] token_ids, const int32_t[::1] parents, const int32_t[::1] depths,
-        const int32_t[::1] offsets, int64_t length, const int32_t* pages, int64_t page_size
+        const int32_t[::1] offsets, int64_t length, int64_t rotary_offset, const int32_t* pages, int64_t page_size
     ) noexcept:
         """Row `row`, whose slots lie in `pages`."""
         cdef Py_ssize_t first = offsets[row], num_words = self.ancestors.shape[1]
@@ -112,6 +116,7 @@ cdef class StepArrays:
             parent = packed if parents[packed] < 0 else first + parents[packed]
             self.token_ids[packed] = token_ids[packed]
             self.positions[packed] = length + depths[packed]
+            self.rotary_positions[packed] = self.positions[packed] + rotary_offset
             slot = length + node
             self.slots[packed] = pages[slot // page_size] * page_size + slot % page_size
             self.parents[packed] = parent
@@ -138,6 +143,7 @@ cdef class StepArrays:
             self.offsets[row] = <int32_t>num_tokens
         for packed in range(num_tokens, self.num_tokens):
             self.token_ids[packed] = self.positions[packed] = self.depths[packed] = 0
+            self.rotary_positions[packed] = 0
             self.follows[packed] = self.turns[packed] = 0
             self.slots[packed] = spare_slot
             self.parents[packed] = packed

@@ -27,7 +27,8 @@ class Trees(Protocol):
 class StepPacket:
     """Arrays of one step of at most M tokens, I work items and B rows; the attention function receives it as plan.
 
-    token_ids, positions [M] int64; slots [M] int64: page * its size + slot in it; ancestors [M, W] int64: bit j is
+    token_ids, positions [M] int64: places in the text; rotary_positions [M] int64: what a model's forward is told;
+    slots [M] int64: page * its size + slot in it; ancestors [M, W] int64: bit j is
     local node j; parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; turns [M] int64:
     up to eight nodes of a row that can be settled at once, a byte each, and in its last word the number of turns;
     offsets [B + 1] int32; lengths, cache_rows [B] int64; pages [B, T] int32: by cache row, see `PageTable`; for
@@ -45,7 +46,7 @@ class StepPacket:
         """table: gives the shape of `pages`. more: arrays that the owner fills in `host`."""
         num_tokens, num_rows = size.num_tokens, size.num_rows
         per_token, per_row = (np.int64, (num_tokens,)), (np.int64, (num_rows,))
-        names = ("token_ids", "positions", "slots", "parents", "depths", "follows", "turns")
+        names = ("token_ids", "positions", "rotary_positions", "slots", "parents", "depths", "follows", "turns")
         works = {
             name: field
             for number, num_items in enumerate(size.num_items)
@@ -83,10 +84,20 @@ class StepPacket:
     def upload(self) -> None:
         self._packet.upload()
 
-    def fill(self, trees: Trees, lengths: np.ndarray, cache_rows: np.ndarray, table: PageTable) -> None:
-        """One tree per row after `lengths` [b] int64 committed keys in cache rows `cache_rows` [b] int64."""
+    def fill(
+        self,
+        trees: Trees,
+        lengths: np.ndarray,
+        cache_rows: np.ndarray,
+        table: PageTable,
+        *,
+        rotary_offsets: np.ndarray | None = None,
+    ) -> None:
+        """One tree per row after `lengths` [b] int64 committed keys in cache rows `cache_rows` [b] int64;
+        rotary_offsets [b] int64: what rotary positions are beyond places in the text, None for 0."""
+        offsets = np.zeros_like(lengths) if rotary_offsets is None else rotary_offsets
         self._arrays.fill(
-            trees.token_ids, trees.parents, trees.depths, trees.offsets, lengths, cache_rows,
+            trees.token_ids, trees.parents, trees.depths, trees.offsets, lengths, offsets, cache_rows,
             table.numbers, table.ends, table.page_size, table.spare_slot,
         )  # fmt: skip
 
@@ -94,6 +105,6 @@ class StepPacket:
         """A step of padding alone: it computes everything and changes nothing."""
         empty, none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         self._arrays.fill(
-            empty, empty, empty, np.zeros(1, dtype=np.int32), none, none,
+            empty, empty, empty, np.zeros(1, dtype=np.int32), none, none, none,
             table.numbers, table.ends, table.page_size, table.spare_slot,
         )  # fmt: skip

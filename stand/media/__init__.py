@@ -1,0 +1,1 @@
+"""What prompts show besides tokens: images, videos, sound."""

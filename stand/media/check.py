@@ -1,0 +1,88 @@
+"""Whether prompts that show something are served exactly, on the loaded weights and a prompt itself."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
+from stand.forward.devices import input_device
+from stand.forward.model import moving_ropes, run_plan, text_config
+from stand.forward.packed_plan import StepPlan
+from stand.forward.self_check import (
+    CHECK_PARENTS,
+    LOGIT_TOLERANCES,
+    UnsupportedModelError,
+    check_tree,
+    failures_refused,
+    path_to,
+    relative_difference,
+)
+from stand.forward.tree_attention import exclusive, tree_attention
+from stand.media.first_forward import prefill_media
+from stand.media.media import Media
+from stand.trees import DraftBatch
+
+LEAF = 6  # of the check's tree: its path is compared, what lies beside it must not be seen
+_CHECKED: WeakKeyDictionary[PreTrainedModel, set[tuple[str, ...]]] = WeakKeyDictionary()  # kinds
+
+
+def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> None:
+    """The first prompt of a kind of `media`, int32 [L], before it is served: the engine's own way, a prefill and a
+    small tree behind it, must give the logits of a plain forward over prompt and path.
+
+    Raises UnsupportedModelError where it does not, as where tokens before an answer see those behind them (PaliGemma).
+    """
+    kinds = _CHECKED.setdefault(model, set())
+    if media.kind in kinds:
+        return
+    name = type(model).__name__
+    if moving_ropes(model):
+        raise UnsupportedModelError(
+            f"rotary factors must stay where a prompt shows something, got {name} with {', '.join(moving_ropes(model))}"
+            "; give it text alone, or call model.generate"
+        )
+    with exclusive(model), torch.autocast(input_device(model).type, enabled=False):
+        with failures_refused(name, f"take {', '.join(media.inputs)} in one forward over this project's cache"):
+            difference = media_difference(model, token_ids, media)
+    tolerance = LOGIT_TOLERANCES[model.dtype]
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"a tree behind a prompt with {', '.join(media.inputs)} must have the logits of a plain forward (up to "
+            f"rounding, {tolerance:g} of their spread), got {difference:.3g} from {name}; call model.generate for it"
+        )
+    kinds.add(media.kind)
+
+
+@torch.inference_mode()
+def media_difference(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> float:
+    """`relative_difference` of the logits of a path of a tree behind the prompt, its last token being the root."""
+    tree = DraftBatch.concatenate([check_tree(_tokens_of_text(model, token_ids[-1]))])
+    path = path_to(LEAF)
+    cache = TreeCache(num_rows=1, room=len(token_ids) + DRAFT_ROOM)
+    length = prefill_media(model, cache, token_ids, media)
+    offsets = np.array([media.rotary_offset])
+    plan = StepPlan.for_drafts(tree, np.array([length]), rotary_offsets=offsets, device=input_device(model))
+    with tree_attention(model):
+        logits = run_plan(model, cache, plan)[path].float()
+    text = np.concatenate([token_ids[:-1], tree.token_ids[path]]).astype(np.int64)
+    more = len(path) - 1
+    output = model(
+        input_ids=torch.from_numpy(text).to(input_device(model))[None],
+        use_cache=False,
+        **media.inputs,
+        **{name: torch.nn.functional.pad(types, (0, more)) for name, types in media.types.items()},
+    )
+    return relative_difference(logits, output.logits[0, -len(path) :].float())
+
+
+def _tokens_of_text(model: PreTrainedModel, last: int) -> np.ndarray:
+    """int32 of the check's nodes: `last` at the root, then tokens that stand for nothing that is shown."""
+    named = {**vars(model.config), **vars(text_config(model))}
+    special = {value for name, value in named.items() if name.endswith(("token_id", "token_index"))}
+    tokens = [token for token in range(text_config(model).vocab_size) if token not in special]
+    drawn = np.random.default_rng(0).choice(tokens, len(CHECK_PARENTS) - 1)
+    return np.array([last, *drawn], dtype=np.int32)

@@ -1,0 +1,57 @@
+"""The first forward of a prompt that shows something: the model's own, over this project's cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from stand.forward.cache.cache_argument import cache_argument
+from stand.forward.cache.tree_cache import TreeCache
+from stand.forward.devices import input_device
+from stand.forward.packed_plan import StepPlan, running
+from stand.forward.recurrent.layers import recurrent_forwards
+from stand.forward.recurrent.tree_scan import TreeScan
+from stand.media.media import Media
+
+
+class _EmptyCache(Cache):
+    """A `TreeCache` as transformers' masks see it before a text's first forward: nothing is in it."""
+
+    def __init__(self, cache: TreeCache):
+        super().__init__(layers=[])
+        self._cache = cache
+
+    def update(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(*args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def scan(self) -> TreeScan:
+        return self._cache.scan()
+
+
+def prefill_media(
+    model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, media: Media, *, row: int = 0
+) -> int:
+    """Write the keys of a prompt, int32 [L], but for its last token, into the empty cache row `row`; returns L - 1.
+
+    Attention, masks, positions and towers are the model's own: tokens of an image may see each other (Gemma 3), places
+    in it may count (M-RoPE, arXiv 2409.12191), and layers may be given further features of it (arXiv 2406.04334). So
+    all is one forward, not chunks. Nothing else may have swapped the model's attention.
+    """
+    plan = StepPlan.for_prompt(token_ids[:-1], 0, row=row, device=input_device(model))
+    cache.begin(plan)
+    with recurrent_forwards(model), running(plan):
+        model(
+            input_ids=plan.input_ids,
+            position_ids=media.positions[..., :-1],
+            use_cache=True,
+            logits_to_keep=torch.tensor([plan.num_tokens - 1], device=plan.device),
+            **media.inputs,
+            **{name: types[:, :-1] for name, types in media.types.items()},
+            **{cache_argument(model): _EmptyCache(cache)},
+        )
+    return plan.num_tokens

@@ -1,0 +1,29 @@
+"""A streamer of transformers', which shows the tokens of one row as they are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from stand.row import Row
+from stand.scheduling.request import Job
+
+
+def into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:
+    """What a call is to do with the tokens of its row. Raises ValueError for what is no streamer."""
+    if not isinstance(streamer, BaseStreamer):
+        raise ValueError(
+            f"streamer must be a BaseStreamer, got {type(streamer).__name__}; make a TextStreamer, or use engine.stream"
+        )
+    return lambda row, token_ids: streamer.put(torch.tensor(token_ids))
+
+
+def begin_streaming(streamer: BaseStreamer, jobs: list[Job]) -> None:
+    """Show the prompt, as `generate` does. Raises ValueError where more than one row is asked for."""
+    num_rows = sum(len(job.rows) for job in jobs)
+    if num_rows != 1:
+        raise ValueError(f"a streamer shows one row, got {num_rows}; use engine.stream, which shows all rows")
+    streamer.put(torch.from_numpy(jobs[0].prompt.astype(np.int64))[None])

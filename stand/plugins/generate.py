@@ -31,8 +31,8 @@ from transformers.generation.streamers import BaseStreamer
 from stand.engine import Engine
 from stand.forward.cache.cache_argument import CACHE_ARGUMENTS
 from stand.generation_settings import PREPARED
-from stand.output import GenerationOutput
 from stand.media.media import TYPES, media_arguments
+from stand.output import GenerationOutput
 from stand.wrapping import wrap
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
@@ -227,9 +227,7 @@ def _shown(model: PreTrainedModel) -> dict[str, object]:
     return {name: value for name, value in given.items() if name in media_arguments(model).union(TYPES)}
 
 
-def _refuse_unserved(
-    input_ids: torch.Tensor, model_kwargs: Mapping[str, object], shown: Mapping[str, object]
-) -> None:
+def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object], shown: Mapping[str, object]) -> None:
     """Arguments of the model's forward beyond those that `generate` makes, what a prompt shows and those with values of
     one's own."""
     known = {*MADE_BY_GENERATE, *shown, *(("mm_encoder_outputs",) if shown else ())}

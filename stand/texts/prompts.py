@@ -83,8 +83,8 @@ class PromptReader:
             raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
         if isinstance(text, str):
             return self._ids_of(text)
-        if shown_parts(text) and self.processor is not None:
-            return self.read(None, processed_chat(self.processor, text))[0]
+        if kinds := shown_parts(text):
+            return self._processed(text, kinds[0])
         holders = [holder for holder in (self.tokenizer, self.processor) if holder is not None]
         templated = next((holder for holder in holders if holder.chat_template is not None), None)
         if templated is None:
@@ -93,6 +93,14 @@ class PromptReader:
                 "tokenizer.chat_template or pass a text"
             )
         return self._ids_of(chat_text(templated, text), add_special_tokens=False)
+
+    def _processed(self, chat: list[Mapping], kind: str) -> Prompt:
+        if self.processor is None:
+            raise ValueError(
+                f"a chat that shows something needs the model's processor, got content of type {kind!r} and a "
+                "tokenizer alone; pass AutoProcessor.from_pretrained(...) to stand.wrap in its place"
+            )
+        return self.read(None, processed_chat(self.processor, chat))[0]
 
     def _ids_of(self, text: str, **options: bool) -> list[int]:
         try:
@@ -231,11 +239,6 @@ def _check_message(message: Mapping) -> None:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise ValueError(f"every chat message must have a role, got {message!r:.120}; add role and content")
-    for kind in shown_parts([message]):
-        raise ValueError(
-            f"a chat that shows something needs the model's processor, got content of type {kind!r} and a tokenizer; "
-            "pass AutoProcessor.from_pretrained(...) to stand.wrap in its place"
-        )
     is_left_out = content is None and any(message.get(name) for name in BESIDE_CONTENT)
     if role in WRITTEN and not (isinstance(content, str) or _is_parts(content) or is_left_out):
         raise ValueError(

@@ -50,7 +50,8 @@ def rotary_offsets_of(lengths):
 def fill(arrays, batch, lengths, cache_rows, num_rows, ends=ROOM):
     arrays.fill(
         batch.token_ids, batch.parents, batch.depths, batch.offsets, np.asarray(lengths, dtype=np.int64),
-        rotary_offsets_of(lengths), np.asarray(cache_rows, dtype=np.int64), table_of(num_rows), np.full(num_rows, ends), PAGE, SPARE,
+        rotary_offsets_of(lengths), np.asarray(cache_rows, dtype=np.int64), table_of(num_rows),
+        np.full(num_rows, ends), PAGE, SPARE,
     )  # fmt: skip
 
 

@@ -1,13 +1,15 @@
-"""Tiny random models that take images, real transformers classes, float32, and prompts with images for them."""
+"""Tiny random models that take images, real transformers classes, float32; prompts with images; a processor."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from letter_tokenizer import LETTERS, letter_tokenizer
+from transformers import AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
 
 IMAGE, VIDEO, START, END = 55, 56, 57, 58  # placeholders, and what stands around images
 VOCABULARY_SIZE = 61
@@ -84,7 +86,8 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "llava": (
         "LlavaConfig",
         {
-            "text_config": {"model_type": "llama", **TEXT}, "vision_config": {"model_type": "clip_vision_model", **SQUARE},
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {"model_type": "clip_vision_model", **SQUARE},
             "image_token_id": IMAGE, "image_token_index": IMAGE, "image_seq_length": 16, "vision_feature_layer": -1,
         },
     ),
@@ -127,15 +130,23 @@ CONFIGS: dict[str, tuple[str, dict]] = {
                 "sliding_window": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0,
                 "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision",
             },
-            "vision_config": {**TOWER, "head_dim": 8, "num_key_value_heads": 4, "patch_size": 4, "pooling_kernel_size": 2,
-                "position_embedding_size": 64},
-            "image_token_id": IMAGE,
+            "vision_config": {
+                **TOWER, "head_dim": 8, "num_key_value_heads": 4, "patch_size": 4, "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            "image_token_id": IMAGE, "initializer_range": 0.4,
         },
     ),
 }  # fmt: skip
 
 GRID = (1, 4, 6)  # frames, patches up, patches across
 SEED = 3
+SERVED = [family for family in CONFIGS if family != "paligemma"]
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}" + LETTERS[START] + "{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}@{% endif %}"
+)
 
 
 @lru_cache
@@ -145,12 +156,22 @@ def image_model(family: str) -> PreTrainedModel:
     if not hasattr(transformers, class_name):
         pytest.skip(f"this version of transformers has no {class_name}")
     torch.manual_seed(1)
-    config = getattr(transformers, class_name)(**arguments)
-    return AutoModelForImageTextToText.from_config(config).eval()
+    config = getattr(transformers, class_name)(**arguments, tie_word_embeddings=False)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    if family == "gemma3":  # it starts with zeros, so that images would change nothing
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.4)
+    return model
 
 
-def image_prompt(family: str, *, before=(3, 4, 5, 6), behind=(7, 3, 4, 5, 9), num_images: int = 1, seed: int = SEED):
-    """What a processor gives: token ids [1, L] and the images that they show."""
+def image_prompt(
+    family: str,
+    *,
+    before: tuple[int, ...] = (3, 4, 5, 6),
+    behind: tuple[int, ...] = (7, 3, 4, 5, 9),
+    num_images: int = 1,
+    seed: int = SEED,
+) -> dict[str, torch.Tensor]:
+    """What a processor gives: token ids [1, L] and the images that they show, other ones for another seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def pixels(*shape: int) -> torch.Tensor:
@@ -170,7 +191,7 @@ def image_prompt(family: str, *, before=(3, 4, 5, 6), behind=(7, 3, 4, 5, 9), nu
     elif family == "gemma4":
         places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), dim=-1).reshape(1, 16, 2)
         shown = {
-            "pixel_values": pixels(num_images, 16, 3 * 4 * 4),
+            "pixel_values": 20 * pixels(num_images, 16, 3 * 4 * 4),
             "image_position_ids": places.expand(num_images, -1, -1).clone(),
         }
         num_tokens = 4
@@ -187,3 +208,26 @@ def image_prompt(family: str, *, before=(3, 4, 5, 6), behind=(7, 3, 4, 5, 9), nu
     elif family.startswith(("qwen", "glm", "gemma4")):
         shown["mm_token_type_ids"] = types
     return {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), **shown}
+
+
+def image_processor() -> ProcessorMixin:
+    """Of Gemma 3, on PIL images, with a token per letter."""
+    processing = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
+    tokenizer = letter_tokenizer()
+    for name, token in (("image", IMAGE), ("boi", START), ("eoi", END)):
+        setattr(tokenizer, f"{name}_token", LETTERS[token])
+        setattr(tokenizer, f"{name}_token_id", token)
+    pixels = processing.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    beside = {"image_seq_length": 4, "chat_template": TEMPLATE}
+    return transformers.Gemma3Processor(image_processor=pixels, tokenizer=tokenizer, **beside)
+
+
+def picture(seed: int = SEED):
+    """A PIL image of noise."""
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+
+
+def chat_about(image, text: str = "ABC") -> list[dict]:
+    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]

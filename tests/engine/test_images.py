@@ -1,0 +1,299 @@
+"""Prompts with images: rows are what transformers' `generate` says, or have its law, and no image takes another's
+place."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from image_cases import (
+    CONFIGS,
+    IMAGE,
+    SERVED,
+    VIDEO,
+    chat_about,
+    image_model,
+    image_processor,
+    image_prompt,
+    picture,
+)
+from pearson import p_value
+from plain_eagle import random_head
+from small_law import p_of_continuations
+from with_pages import needs_pages
+
+import stand
+from stand.forward.self_check import UnsupportedModelError
+from stand.media import check, first_forward, media
+from stand.media.check import check_media, media_difference
+from stand.media.media import Media, media_arguments
+from stand.plugins.generate import stand_generate
+from stand.scheduling import within_pages
+from stand.scheduling.free_memory import bytes_per_token
+
+GREEDY = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": []}
+PLACEHOLDERS = [IMAGE, VIDEO]
+SAMPLED = {"max_new_tokens": 30, "temperature": 1.0, "top_k": 0, "stop_token_ids": [], "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def nothing_checked(monkeypatch):
+    """Every test does its own checks."""
+    monkeypatch.setattr(check, "_CHECKED", check.WeakKeyDictionary())
+
+
+def engine_of(family: str, **settings) -> stand.Engine:
+    return stand.wrap(image_model(family), **{"drafter": stand.BlendedDrafter(budget=16), **settings})
+
+
+def generated(family: str, prompt: dict, count: int = 20) -> list[int]:
+    """By transformers."""
+    tokens = image_model(family).generate(**prompt, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return tokens[0, prompt["input_ids"].shape[1] :].tolist()
+
+
+def media_of(family: str, prompt: dict) -> tuple[np.ndarray, Media]:
+    token_ids = prompt["input_ids"][0].numpy().astype(np.int32)
+    shown = {name: value for name, value in prompt.items() if name not in ("input_ids", "attention_mask")}
+    return token_ids, Media.of(image_model(family), token_ids, shown)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_tokens_are_generates_own(family):
+    """Two prompts differ in the image alone; one has two images."""
+    prompts = [image_prompt(family), image_prompt(family, seed=4), image_prompt(family, num_images=2, before=(8,))]
+    engine = engine_of(family)
+    for _ in range(2):
+        output = engine.generate(prompts, **GREEDY)
+    expected = [generated(family, prompt) for prompt in prompts]
+    assert output.token_ids == expected and expected[0] != expected[1]
+    assert output.stats.mean_acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("way", ["one call", "kept prompts"])
+def test_images_with_equal_tokens_are_told_apart(way, monkeypatch):
+    prompts = [image_prompt("qwen3_vl", before=tuple(range(3, 40)) * 30, seed=seed) for seed in (3, 4)]  # 1,124 tokens
+    monkeypatch.setattr(image_model("qwen3_vl").config.text_config, "max_position_embeddings", 2048)
+
+    def tokens() -> list[list[int]]:
+        engine = engine_of("qwen3_vl")
+        if way == "one call":
+            return engine.generate(prompts, **GREEDY).token_ids
+        with engine.keep_prompts(1e8):
+            return [engine.generate(prompt, **GREEDY).token_ids[0] for prompt in prompts]
+
+    expected = [generated("qwen3_vl", prompt) for prompt in prompts]
+    assert tokens() == expected and expected[0] != expected[1]
+    monkeypatch.setattr(media, "_digest", lambda shown: bytes(16))  # control
+    assert tokens() == (expected if way == "kept prompts" else [expected[0]] * 2)
+
+
+def test_samples_of_a_prompt_share_one_first_forward(monkeypatch):
+    engine, prompt, calls = engine_of("qwen3_vl", verifier="match"), image_prompt("qwen3_vl"), []
+    engine.generate(prompt, **GREEDY)
+    tower = image_model("qwen3_vl").model.visual
+    hook = tower.register_forward_hook(lambda *given: calls.append(1))
+    try:
+        output = engine.generate(prompt, **SAMPLED, num_return_sequences=6, max_rows=3)
+    finally:
+        hook.remove()
+    assert len(calls) == 1 and len({*map(tuple, output.token_ids)}) == 6
+
+
+@needs_pages
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_rows_that_are_put_back_see_the_image_again(family, monkeypatch):
+    monkeypatch.setattr(within_pages, "GROWTH", 0)
+    settings = {**SAMPLED, "num_return_sequences": 8, "max_new_tokens": 200}
+    expected = engine_of(family, verifier="match").generate(image_prompt(family), **settings)
+    engine = engine_of(family, verifier="match")
+    cap = 3 * 256 * bytes_per_token(image_model(family))
+    output = engine.generate(image_prompt(family), **settings, max_cache_bytes=cap)
+    assert output.stats.num_put_back > 0 and expected.stats.num_put_back == 0
+    assert output.token_ids == expected.token_ids
+
+
+def continuation_law(family: str, prompt: dict, *, tokens: int, top_k: int) -> dict[tuple[int, ...], float]:
+    """By plain forwards over the prompt and every continuation."""
+    token_ids, shown = media_of(family, prompt)
+    law = {(): 1.0}
+    for _ in range(tokens):
+        grown = {}
+        for path, chance in law.items():
+            text = torch.tensor([[*token_ids.tolist(), *path]])
+            types = {name: torch.nn.functional.pad(kinds, (0, len(path))) for name, kinds in shown.types.items()}
+            with torch.inference_mode():
+                logits = image_model(family)(input_ids=text, **shown.inputs, **types, use_cache=False).logits[0, -1]
+                logits[PLACEHOLDERS] = -torch.inf
+            best, ids = logits.double().topk(top_k)
+            for token, share in zip(ids.tolist(), best.softmax(-1).tolist(), strict=True):
+                grown[*path, token] = chance * share
+        law = grown
+    return law
+
+
+@pytest.mark.parametrize(
+    ("family", "verifier"),
+    [("qwen3_vl", "traversal"), ("qwen2_5_vl", "block"), ("gemma3", "traversal"), ("qwen3_5", "match")],
+)
+def test_continuations_have_the_law_of_plain_forwards(family, verifier):
+    """Control: the law of another image."""
+    shape = {"tokens": 3, "top_k": 3}
+    drafter = stand.FixedShapeDrafter(shape=stand.TreeShape.chain(3)) if verifier == "block" else None
+    engine = engine_of(family, verifier=verifier, **({"drafter": drafter} if drafter else {}))
+    settings = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 3, "stop_token_ids": [], "max_rows": 64}
+    settings["suppress_tokens"] = PLACEHOLDERS  # a plain forward would look for further images
+    output = engine.generate(image_prompt(family), **settings, num_return_sequences=2500, seed=11)
+    counts: dict[tuple[int, ...], int] = {}
+    for tokens in output.token_ids:
+        counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
+    assert output.stats.mean_acceptance_length > 1.1
+    assert p_of_continuations(counts, continuation_law(family, image_prompt(family), **shape)) > 1e-4
+    assert p_of_continuations(counts, continuation_law(family, image_prompt(family, seed=4), **shape)) < 1e-6
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_the_check_sees_a_wrong_image_and_wrong_positions(family, monkeypatch):
+    token_ids, shown = media_of(family, image_prompt(family))
+    assert media_difference(image_model(family), token_ids, shown) < 1e-4
+    other = media_of(family, image_prompt(family, seed=4))[1]
+    real = first_forward.prefill_media
+
+    def with_another_image(model, cache, token_ids, given):
+        return real(model, cache, token_ids, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "prefill_media", with_another_image)
+        with pytest.raises(UnsupportedModelError, match="must have the logits of a plain forward"):
+            check_media(image_model(family), token_ids, shown)
+    if not shown.rotary_offset:
+        return
+    patched = Media(shown.inputs, shown.types, shown.positions, 0, shown.text_start, shown.digest)
+    with pytest.raises(UnsupportedModelError, match="must have the logits of a plain forward"):
+        check_media(image_model(family), token_ids, patched)
+
+
+def test_a_prompt_that_sees_itself_is_refused():
+    """PaliGemma: every token of a prompt sees all of it, so that the last one cannot come by itself."""
+    with pytest.raises(UnsupportedModelError, match="must have the logits of a plain forward"):
+        check_media(image_model("paligemma"), *media_of("paligemma", image_prompt("paligemma")))
+
+
+def test_what_fails_in_the_model_is_refused_with_its_words():
+    prompt = image_prompt("qwen3_vl")
+    prompt["pixel_values"] = prompt["pixel_values"][:-4]
+    with pytest.raises(UnsupportedModelError, match="Qwen3VLForConditionalGeneration must take .*pixel_values"):
+        engine_of("qwen3_vl").generate(prompt, **GREEDY)
+
+
+def test_a_kind_of_prompt_is_checked_once(monkeypatch):
+    calls, real = [], check.media_difference
+    monkeypatch.setattr(check, "media_difference", lambda *given: calls.append(1) or real(*given))
+    for _ in range(2):
+        engine_of("qwen3_vl").generate([image_prompt("qwen3_vl", seed=seed) for seed in (3, 4)], **GREEDY)
+    assert len(calls) == 1
+
+
+def test_only_text_behind_an_image_is_learned(monkeypatch):
+    learned, engine = [], engine_of("llava")
+    monkeypatch.setattr(engine.drafter, "learn_prompt", lambda tokens, **given: learned.append(tokens.tolist()))
+    engine.generate(image_prompt("llava"), **GREEDY)
+    assert learned == [[58, 7, 3, 4, 5, 9]] and IMAGE not in learned[0]
+
+
+def test_bfloat16():
+    model = copy.deepcopy(image_model("qwen3_vl")).to(torch.bfloat16)
+    output = stand.wrap(model, drafter=stand.BlendedDrafter(budget=16)).generate(image_prompt("qwen3_vl"), **GREEDY)
+    assert len(output.token_ids[0]) == 20
+
+
+def test_a_model_of_text_takes_no_images():
+    assert media_arguments(image_model("llava").model.language_model) == frozenset()
+    assert "pixel_values" in media_arguments(image_model("llava"))
+
+
+OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
+
+
+def changed(**changes) -> dict:
+    prompt = {**image_prompt("qwen3_vl"), **changes}
+    return {name: value for name, value in prompt.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rule"),
+    [
+        (lambda: changed(**{name: image_prompt("qwen3_vl")[name][:, :-6] for name in OF_TOKENS}),
+         "must end with a token of text"),
+        (lambda: {name: torch.cat([value, value]) for name, value in image_prompt("qwen3_vl").items()},
+         "must be of one prompt where it shows something, got 2"),
+        (lambda: changed(input_features=torch.zeros(1, 3)), "got input_features in the tokenizer's output"),
+        (lambda: changed(pixel_values="x"), "pixel_values must be an array of numbers, got str"),
+        (lambda: changed(pixel_values=None, image_grid_thw=None), "got mm_token_type_ids in the tokenizer's output"),
+    ],
+)  # fmt: skip
+def test_what_has_no_clear_meaning_is_refused(prompt, rule):
+    with pytest.raises(ValueError, match=rule):
+        engine_of("qwen3_vl").generate(prompt(), **GREEDY)
+
+
+def test_padding_is_taken_off_with_its_types():
+    prompt = image_prompt("qwen3_vl")
+    pad = {name: torch.nn.functional.pad(prompt[name], (3, 0)) for name in ("input_ids", "attention_mask")}
+    types = torch.nn.functional.pad(prompt["mm_token_type_ids"], (3, 0))
+    output = engine_of("qwen3_vl").generate({**prompt, **pad, "mm_token_type_ids": types}, **GREEDY)
+    assert output.token_ids == [generated("qwen3_vl", prompt)]
+
+
+def test_drafters_that_follow_hidden_states_are_refused():
+    model = image_model("llava")
+    engine = stand.wrap(model, drafter=stand.EagleDrafter(random_head(model)))
+    with pytest.raises(ValueError, match="needs prompts of text alone, got EagleDrafter and pixel_values"):
+        engine.generate(image_prompt("llava"), **GREEDY)
+    assert engine.generate(image_prompt("llava"), **GREEDY, draft=False).token_ids == [
+        generated("llava", image_prompt("llava"))
+    ]
+
+
+def test_chats_with_images():
+    """By a processor, which `wrap` takes in the tokenizer's place; chats of text alone too."""
+    processor, model = image_processor(), image_model("gemma3")
+    engine = stand.wrap(model, processor, drafter=stand.BlendedDrafter(budget=16))
+    asked = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+    chats = [chat_about(picture()), chat_about(picture(4))]
+    expected = [generated("gemma3", processor.apply_chat_template(chat, **asked)) for chat in chats]
+    assert engine.generate(chats, **GREEDY).token_ids == expected and expected[0] != expected[1]
+    assert engine.generate(chats[0], **GREEDY).token_ids == expected[:1]
+    runs = {one.row: one for one in engine.run([stand.Request(chat) for chat in chats], **GREEDY)}
+    assert [runs[row].token_ids for row in range(2)] == expected
+    pieces = "".join(text for _, text in engine.stream(chats[0], **GREEDY))
+    assert pieces == processor.batch_decode([expected[0]], skip_special_tokens=True)[0] == runs[0].text
+    text = [{"role": "user", "content": "ABC"}]
+    assert engine.generate(text, **GREEDY).token_ids == engine.generate("ABC@", **GREEDY).token_ids
+
+
+def test_a_chat_with_an_image_needs_a_processor():
+    processor = image_processor()
+    engine = stand.wrap(image_model("gemma3"), processor.tokenizer)
+    with pytest.raises(ValueError, match="needs the model's processor, got content of type 'image'"):
+        engine.generate(chat_about(picture()), **GREEDY)
+    with pytest.raises(ValueError, match="a chat must be one that Gemma3Processor takes, got"):
+        stand.wrap(image_model("gemma3"), processor).generate(chat_about("no_such_file.png"), **GREEDY)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_custom_generate_takes_images(family):
+    prompt = image_prompt(family)
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens = image_model(family).generate(**prompt, **settings, custom_generate=stand_generate)
+    assert tokens[0, prompt["input_ids"].shape[1] :].tolist() == generated(family, prompt)
+
+
+def test_custom_generate_takes_one_prompt_with_images():
+    two = {name: torch.cat([value, value]) for name, value in image_prompt("llava").items()}
+    with pytest.raises(ValueError, match="must be of one prompt where it shows something, got 2"):
+        image_model("llava").generate(**two, max_new_tokens=2, custom_generate=stand_generate, do_sample=False)
+
+
+def test_every_family_is_a_case():
+    assert len(SERVED) == len(CONFIGS) - 1 == 11 and p_value([50, 50], [50, 50]) > 0.99

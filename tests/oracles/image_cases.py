@@ -15,7 +15,7 @@ IMAGE, VIDEO, START, END = 55, 56, 57, 58  # placeholders, and what stands aroun
 VOCABULARY_SIZE = 61
 TEXT = {
     "vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.4,
     "tie_word_embeddings": False,
 }  # fmt: skip
@@ -27,7 +27,7 @@ QWEN_TOWER = {
 QWEN_IDS = {
     "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
 }  # fmt: skip
-SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_TEXT = {**TEXT, "rope_parameters": SECTIONS}
 SQUARE = {**TOWER, "image_size": 16, "patch_size": 4}
 
@@ -63,7 +63,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             "text_config": {
                 **QWEN_TEXT, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
                 "rope_parameters": {**SECTIONS, "partial_rotary_factor": 1.0}, "linear_num_value_heads": 4,
-                "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                "linear_key_head_dim": 16, "linear_value_head_dim": 16,
             },
             "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": []}, **QWEN_IDS,
         },

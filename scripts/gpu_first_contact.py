@@ -127,6 +127,37 @@ class Contact:
         with NearTokens().known():
             return self._compared(self.model, temperature=0.6, logits_processors=NearTokens())
 
+    def image(self) -> str:
+        """Behind an image rotary positions are not places in the text: a first forward, then steps at the row's own."""
+        from unittest.mock import patch
+
+        from transformers import AutoModelForImageTextToText, Qwen3VLConfig
+
+        shown, height, width = self.sizes.vocabulary - 1, 4, 6
+        half, third = self.sizes.head_size // 2, self.sizes.head_size // 6
+        sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half - 2 * third, third, third]}
+        tower = dict(
+            depth=2, hidden_size=64, intermediate_size=128, num_heads=4, patch_size=8, num_position_embeddings=64,
+            deepstack_visual_indexes=[0], out_hidden_size=self.sizes.hidden,
+        )  # fmt: skip
+        config = Qwen3VLConfig(
+            text_config={**self._settings(), "rope_parameters": sections}, vision_config=tower,
+            image_token_id=shown, video_token_id=shown - 1, vision_start_token_id=shown - 2,
+            vision_end_token_id=shown - 3, tie_word_embeddings=False,
+        )  # fmt: skip
+        model = self._on_device(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+        prompts = []
+        for text in self.prompts:
+            text = [token % (shown - 3) for token in text]
+            ids = torch.tensor([[*text[:8], *[shown] * (height * width // 4), *text[8:]]])
+            grid, pixels = torch.tensor([[1, height, width]]), torch.randn(height * width, 3 * 2 * 8 * 8)
+            types = (ids == shown).long()
+            prompts.append(
+                {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
+            )
+        with patch.object(self, "prompts", prompts):
+            return self._compared(model, temperature=0.6)
+
     def growth(self) -> str:
         """Rows outgrow the page table and the pool, and all graphs are made anew."""
         from unittest.mock import patch
@@ -302,24 +333,30 @@ class Contact:
     def _new_model(self, kind: str, dtype: torch.dtype, **more: object) -> PreTrainedModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        config = AutoConfig.for_model(kind, **{**self._settings(), **more})
+        return self._on_device(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+    def _settings(self) -> dict[str, object]:
+        """Of a text model's configuration."""
         sizes = self.sizes
-        settings = dict(
+        return dict(
             vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
             num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.key_heads,
             head_dim=sizes.head_size, max_position_embeddings=8192, tie_word_embeddings=False,
         )  # fmt: skip
-        config = AutoConfig.for_model(kind, **{**settings, **more})
+
+    def _on_device(self, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         torch.manual_seed(0)
         with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            model = make().eval()
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(SHARPER)
         return model
 
 
 PIECES = (
-    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "grammar", "growth", "head",
-    "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
+    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "grammar", "image", "growth",
+    "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
 )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 place."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from image_cases import (
     CONFIGS,
     IMAGE,
@@ -19,6 +21,7 @@ from image_cases import (
 )
 from pearson import p_value
 from plain_eagle import random_head
+from printed_page import run_page
 from small_law import p_of_continuations
 from with_pages import needs_pages
 
@@ -31,6 +34,7 @@ from stand.plugins.generate import stand_generate
 from stand.scheduling import within_pages
 from stand.scheduling.free_memory import bytes_per_token
 
+PAGE = Path(__file__).parents[2] / "docs" / "images.md"
 GREEDY = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": []}
 PLACEHOLDERS = [IMAGE, VIDEO]
 SAMPLED = {"max_new_tokens": 30, "temperature": 1.0, "top_k": 0, "stop_token_ids": [], "seed": 3}
@@ -270,6 +274,21 @@ def test_chats_with_images():
     assert pieces == processor.batch_decode([expected[0]], skip_special_tokens=True)[0] == runs[0].text
     text = [{"role": "user", "content": "ABC"}]
     assert engine.generate(text, **GREEDY).token_ids == engine.generate("ABC@", **GREEDY).token_ids
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
+def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
+    """With a tiny model in the place of the hub's."""
+    made = {"AutoModelForImageTextToText": image_model("gemma3"), "AutoProcessor": image_processor()}
+    for name, one in made.items():
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda *given, one=one, **settings: one)
+    picture().save(tmp_path / "figure.png")
+
+    def shorten(code: str) -> str:  # the tokenizer's letters hold the placeholder's
+        return code.replace("max_new_tokens=200", "max_new_tokens=20").replace("How long is the side marked x?", "ABC")
+
+    output = run_page(PAGE, tmp_path, monkeypatch, shorten)["output"]
+    assert len({*output.texts}) > 4 and output.texts[0] in capsys.readouterr().out
 
 
 def test_a_chat_with_an_image_needs_a_processor():

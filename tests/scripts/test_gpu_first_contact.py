@@ -20,7 +20,7 @@ from stand.gpu import step_body
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("piece", ["unfused", "traversal", "grammar", "growth", "head", "two_engines"])
+@pytest.mark.parametrize("piece", ["unfused", "traversal", "grammar", "image", "growth", "head", "two_engines"])
 def test_a_piece_is_well(monkeypatch, capsys, piece):
     """With the kernels in plain PyTorch: the interpreter takes half a minute for a piece."""
     use_plain_kernels(monkeypatch)

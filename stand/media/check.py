@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device
-from stand.forward.model import moving_ropes, run_plan, text_config
+from stand.forward.model import moving_ropes, prefill_chunk, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import (
     CHECK_PARENTS,
@@ -63,10 +63,12 @@ def media_difference(model: PreTrainedModel, token_ids: np.ndarray, media: Media
     tree = DraftBatch.concatenate([check_tree(_tokens_of_text(model, token_ids[-1]))])
     path = path_to(LEAF)
     cache = TreeCache(num_rows=1, room=len(token_ids) + DRAFT_ROOM)
-    length = prefill_media(model, cache, token_ids, media)
-    offsets = np.array([media.rotary_offset])
-    plan = StepPlan.for_drafts(tree, np.array([length]), rotary_offsets=offsets, device=input_device(model))
+    done, length, offset = prefill_media(model, cache, token_ids, media), len(token_ids) - 1, media.rotary_offset
+    where = {"rotary_offsets": np.array([offset]), "device": input_device(model)}
+    plan = StepPlan.for_drafts(tree, np.array([length]), **where)
     with tree_attention(model):
+        while done < length:
+            done = prefill_chunk(model, cache, token_ids[:-1], done, row=0, rotary_offset=offset)
         logits = run_plan(model, cache, plan)[path].float()
     text = np.concatenate([token_ids[:-1], tree.token_ids[path]]).astype(np.int64)
     more = len(path) - 1

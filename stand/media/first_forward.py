@@ -36,22 +36,24 @@ class _EmptyCache(Cache):
 def prefill_media(
     model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, media: Media, *, row: int = 0
 ) -> int:
-    """Write the keys of a prompt, int32 [L], but for its last token, into the empty cache row `row`; returns L - 1.
+    """Write the keys of a text, int32 [L], into the empty cache row `row`, up to where it is text alone; returns how
+    many tokens that are.
 
     Attention, masks, positions and towers are the model's own: tokens of an image may see each other (Gemma 3), places
     in it may count (M-RoPE, arXiv 2409.12191), and layers may be given further features of it (arXiv 2406.04334). So
     all is one forward, not chunks. Nothing else may have swapped the model's attention.
     """
-    plan = StepPlan.for_prompt(token_ids[:-1], 0, row=row, device=input_device(model))
+    end = media.text_start
+    plan = StepPlan.for_prompt(token_ids[:end], 0, row=row, device=input_device(model))
     cache.begin(plan)
     with recurrent_forwards(model), running(plan):
         model(
             input_ids=plan.input_ids,
-            position_ids=media.positions[..., :-1],
+            position_ids=media.positions[..., :end],
             use_cache=True,
-            logits_to_keep=torch.tensor([plan.num_tokens - 1], device=plan.device),
+            logits_to_keep=torch.tensor([end - 1], device=plan.device),
             **media.inputs,
-            **{name: types[:, :-1] for name, types in media.types.items()},
+            **{name: types[:, :end] for name, types in media.types.items()},
             **{cache_argument(model): _EmptyCache(cache)},
         )
-    return plan.num_tokens
+    return end

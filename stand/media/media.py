@@ -31,7 +31,7 @@ class Media:
     types: Mapping[str, torch.Tensor]  # [1, L] by argument, those of TYPES that are given
     positions: torch.Tensor  # [1, L], or [P, 1, L] where places within an image count: of the prompt's tokens
     rotary_offset: int  # of what follows, beyond its place in the text
-    text_start: int  # place behind the last token that stands for something shown
+    text_start: int  # how many tokens end with the last one that stands for something shown; where none is known, L - 1
     digest: bytes  # names all of it
 
     @classmethod
@@ -47,14 +47,18 @@ class Media:
         inputs = {name: _moved(tensor, model) for name, tensor in arrays.items() if name not in TYPES}
         asked = {"attention_mask": torch.ones_like(ids), **inputs, **types}
         positions = model._prepare_position_ids_for_generation(ids, asked)
-        behind = positions[..., 0, -1].unique() if positions.dim() == 2 else positions[1:, 0, -1].unique()
-        text_start = _text_start(model, token_ids, types)
-        if len(behind) > 1 or text_start == len(token_ids):
+        rotary = positions[-3:] if positions.dim() == 3 else positions  # of four the first are places in the text
+        offsets = rotary.reshape(-1, len(token_ids)) - torch.arange(len(token_ids), device=ids.device)
+        start = _text_start(model, token_ids, types)
+        if start == len(token_ids) or len(offsets[:, -1].unique()) > 1:
             raise ValueError(
                 "a prompt must end with a token of text, got one of what it shows; apply the chat template with "
                 "add_generation_prompt=True"
             )
-        return cls(inputs, types, positions, int(behind) - (len(token_ids) - 1), text_start, _digest(arrays))
+        if len(offsets[:, start:].unique()) > 1:  # then all is taken for what is shown
+            start = len(token_ids) - 1
+        named = {name: tensor[:, :start] if name in TYPES else tensor for name, tensor in arrays.items()}
+        return cls(inputs, types, positions, int(offsets[0, -1]), start, _digest(named))
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -84,7 +88,8 @@ def _text_start(model: PreTrainedModel, token_ids: np.ndarray, types: Mapping[st
     is_shown = np.isin(token_ids, placeholder_ids(model))
     for kinds in types.values():
         is_shown |= kinds[0].cpu().numpy() != 0
-    return int(is_shown.nonzero()[0].max(initial=-1)) + 1
+    places = is_shown.nonzero()[0]
+    return int(places[-1]) + 1 if len(places) else len(token_ids) - 1
 
 
 def _tensor_of(name: str, value: object) -> torch.Tensor:

@@ -13,15 +13,15 @@ from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device, is_offloaded
 from stand.forward.few_tokens.product import ORDINARY
-from stand.forward.model import PROMPT_CHUNK, moving_ropes
+from stand.forward.model import moving_ropes
 from stand.forward.model_state import ModelState, foreign_hook
-from stand.scheduling.prefilled import Prefilled, common_chunks
+from stand.scheduling.prefilled import Prefilled, common_pieces
 
 NO_AGE = 0  # of a call that keeps nothing
 
 
 class KeptPrompts:
-    """Copies of the keys of whole chunks of prompts, the latest ones, in `max_bytes` at most.
+    """Copies of the keys of whole pieces of prompts, the latest ones, in `max_bytes` at most.
 
     They belong to the weights that made them: `begin` forgets them where the model is seen to have changed, which takes
     a few milliseconds (SmolLM2: 20). Calls may lie in each other, also of several threads, with a change between: one
@@ -69,19 +69,20 @@ class KeptPrompts:
     def offer(self, prompt: Prefilled, age: int) -> None:
         """Of a prompt that its call needs no longer. One that begins another one here is not kept beside it: only its
         recurrent states are."""
-        chunks = prompt.begins_at(max(prompt.done, 0) // PROMPT_CHUNK)
-        if not chunks:
+        pieces = prompt.begins_at(prompt.pieces_of(prompt.done))
+        if not pieces:
             return
         with self._lock:
             if age == self._age:
-                self._keep(prompt, chunks)
+                self._keep(prompt, pieces)
                 self._trim()
 
-    def _keep(self, prompt: Prefilled, chunks: int) -> None:
-        token_ids = prompt.token_ids[: chunks * PROMPT_CHUNK].copy()
-        kept = Prefilled(self._new_keys(), token_ids, len(token_ids), features=prompt.features[:chunks])
+    def _keep(self, prompt: Prefilled, pieces: int) -> None:
+        token_ids = prompt.token_ids[: prompt.tokens_of(pieces)].copy()
+        beside = {"media": prompt.media, "features": prompt.features[:pieces]}
+        kept = Prefilled(self._new_keys(), token_ids, len(token_ids), **beside)
         for other in self.prompts:
-            if common_chunks(other, kept) == chunks and len(other.features) >= len(kept.features):
+            if common_pieces(other, kept) == pieces and len(other.features) >= len(kept.features):
                 others = [one for one in self.prompts if one is not other]
                 self.prompts = [*others, replace(other, states=prompt.states | other.states)]
                 return
@@ -89,15 +90,15 @@ class KeptPrompts:
         if kept.done * shape.token_bytes + shape.row_bytes > self.max_bytes:
             return
         try:
-            kept.begin_with(prompt, chunks)
+            kept.begin_with(prompt, pieces)
         except (RuntimeError, MemoryError):  # no memory, or a device that has failed, which its own call tells
             return
         kept.states |= prompt.states
         if kept.is_recurrent:
-            kept.keys.recurrent = kept.states[chunks]  # one copy is enough: nothing is computed here
+            kept.keys.recurrent = kept.states[pieces]  # one copy is enough: nothing is computed here
         others = []
         for other in self.prompts:
-            if common_chunks(kept, other) * PROMPT_CHUNK < other.done:
+            if other.tokens_of(common_pieces(kept, other)) < other.done:
                 others.append(other)
             else:
                 kept.states = other.states | kept.states
@@ -107,7 +108,7 @@ class KeptPrompts:
         """The oldest goes first, and of it the states of its shortest beginning."""
         while self.nbytes > self.max_bytes:
             oldest, *others = self.prompts
-            longer = {chunks: oldest.states[chunks] for chunks in sorted(oldest.states)[1:]}
+            longer = {pieces: oldest.states[pieces] for pieces in sorted(oldest.states)[1:]}
             self.prompts = [replace(oldest, states=longer), *others] if longer else others
 
 

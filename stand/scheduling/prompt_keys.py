@@ -21,15 +21,15 @@ from stand.media.first_forward import prefill_media
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning, lies_beyond
 from stand.scheduling.kept_prompts import NO_AGE, KeptPrompts
-from stand.scheduling.prefilled import Prefilled, common_chunks
+from stand.scheduling.prefilled import Prefilled, common_pieces
 
 
 class PromptKeys:
     """Per prompt one cache of one row, with the keys of all its tokens but the last, which is pending.
 
     They stay until no waiting row needs them (`keep_only`). A row that was put back has a cache of its own, with the
-    keys of all its tokens but the last. Where another prompt that is still here begins alike, the keys of whole chunks
-    are copied from it, and the recurrent states behind them: chunks are the same whenever they are run, and so are
+    keys of all its tokens but the last. Where another prompt that is still here begins alike, the keys of whole pieces
+    are copied from it, and the recurrent states behind them: pieces are the same whenever they are run, and so are
     their keys, to the bit.
     """
 
@@ -103,11 +103,10 @@ class PromptKeys:
         return prompt if prompt.done == row.num_cached else None
 
     def _prefilled(self, row: Row, prompt: Prefilled, done: int) -> int:
-        """How many tokens of what `row` begins with have keys behind a further chunk, or behind all that shows
-        something."""
+        """How many tokens of what `row` begins with have keys behind a further piece."""
         if row.media is not None and not done:
             with exclusive(self._model):
-                return prefill_media(self._model, prompt.keys, row.prompt, row.media)
+                return prefill_media(self._model, prompt.keys, row.history, row.media)
         factors = long_factors(self._model) if prompt.is_beyond else nullcontext()
         asked = {"takes_features": self._wants_features, "rotary_offset": row.rotary_offset}
         with tree_attention(self._model), factors:
@@ -131,29 +130,29 @@ class PromptKeys:
         self._drop([start for start in self._prompts if not self._admission.is_shared(start)])
 
     def _opened(self, row: Row) -> Prefilled:
-        """With what another prompt has behind whole chunks that it begins with, but for the last chunk, which tells
+        """With what another prompt has behind whole pieces that it begins with, but for the last piece, which tells
         that all are here. Recurrent states are known where they were noted: for the next one that parts from others in
-        the same place, and for later calls behind the last whole chunk. Where memory is short, what others wait with
+        the same place, and for later calls behind the last whole piece. Where memory is short, what others wait with
         goes first: the only live row may have crossed its border, and now begins with keys of its own."""
         if not self._admission.fits([], row):
             self.keep_only(row)
-        kind = {"is_shareable": row.media is None, "is_beyond": lies_beyond(row, self._border)}
+        kind = {"media": row.media, "is_beyond": lies_beyond(row, self._border)}
         prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1], **kind)
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
         others = [*self._prompts.values(), *(() if self._kept is None else self._kept.of(self._age))]
-        most = (row.num_cached - 1) // PROMPT_CHUNK
-        shared = [(min(common_chunks(other, prompt), most), other) for other in others if self._is_of_use(other)]
-        begun = [(source.begins_at(chunks), source) for chunks, source in shared]
-        chunks, source = max(begun, key=lambda pair: pair[0], default=(0, None))
-        if self._kept is not None and not self._ranks.are_alike(chunks):
-            chunks = 0
-        if chunks > 0:
-            prompt.begin_with(source, chunks)
+        most = prompt.pieces_of(row.num_cached - 1)
+        shared = [(min(common_pieces(other, prompt), most), other) for other in others if self._is_of_use(other)]
+        begun = [(source.begins_at(pieces), source) for pieces, source in shared]
+        pieces, source = max(begun, key=lambda pair: pair[0], default=(0, None))
+        if self._kept is not None and not self._ranks.are_alike(pieces):
+            pieces = 0
+        if pieces > 0:
+            prompt.begin_with(source, pieces)
             prompt.copied = prompt.done
-            prompt.features = source.features[:chunks] if self._wants_features else []
+            prompt.features = source.features[:pieces] if self._wants_features else []
         prompt.noting = {max((common for common, _ in shared), default=0)}
         if self._kept is not None:
-            prompt.noting.add(row.num_cached // PROMPT_CHUNK)
+            prompt.noting.add(prompt.pieces_of(row.num_cached))
         return prompt
 
     def _is_of_use(self, source: Prefilled) -> bool:
@@ -173,5 +172,5 @@ class PromptKeys:
         for start in starts:
             self._admission.close(start)
             prompt = self._prompts.pop(start)
-            if self._kept is not None and prompt.is_shareable and not prompt.is_beyond:
+            if self._kept is not None and not prompt.is_beyond:
                 self._kept.offer(prompt, self._age)

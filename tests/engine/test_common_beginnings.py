@@ -19,9 +19,9 @@ import stand
 from stand.forward import model as forward_model
 from stand.forward.cache.tree_cache import TreeCache
 from stand.row import Row
-from stand.scheduling import kept_prompts, prefilled, prompt_keys
+from stand.scheduling import prefilled, prompt_keys
 from stand.scheduling.admission import Admission
-from stand.scheduling.prefilled import Prefilled, common_chunks
+from stand.scheduling.prefilled import Prefilled, common_pieces
 
 CHUNK = 8
 SHARED = [5, 9, 11, 4, 5, 9, 7, 3, 2, 6, 12, 13, 4, 4, 8, 30, 31, 5, 6]  # two chunks and three tokens
@@ -37,7 +37,7 @@ HYBRIDS = [family for family in ("qwen3_5", "nemotron_h", "lfm2") if family in R
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    for module in (forward_model, prompt_keys, prefilled, kept_prompts):
+    for module in (forward_model, prompt_keys, prefilled):
         monkeypatch.setattr(module, "PROMPT_CHUNK", CHUNK)
 
 
@@ -52,7 +52,7 @@ def decoded(model=None, drafter=None, **settings):
 
 
 def without_copies(monkeypatch):
-    monkeypatch.setattr(prompt_keys, "common_chunks", lambda source, target: 0)
+    monkeypatch.setattr(prompt_keys, "common_pieces", lambda source, target: 0)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 99])
@@ -109,7 +109,7 @@ def test_a_wrong_beginning_changes_tokens(monkeypatch):
     """Control: another prompt's keys for a prompt that does not begin with them."""
     wanted, _ = decoded()
     monkeypatch.setattr(
-        prompt_keys, "common_chunks", lambda source, target: int(source.done >= CHUNK < len(target.token_ids))
+        prompt_keys, "common_pieces", lambda source, target: int(source.done >= CHUNK < len(target.token_ids))
     )
     found, _ = decoded()
     assert found != wanted and found[0] == wanted[0]
@@ -215,7 +215,7 @@ def test_chunks_are_run_as_far_as_is_allowed():
     ],
 )
 def test_whole_chunks_of_what_is_common(source, done, target, chunks):
-    assert common_chunks(prompt_of(source, done), prompt_of(target, -1)) == chunks
+    assert common_pieces(prompt_of(source, done), prompt_of(target, -1)) == chunks
 
 
 # From call to call.

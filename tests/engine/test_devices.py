@@ -27,7 +27,7 @@ from stand.forward.cache.key_shape import key_shape
 from stand.forward.devices import input_device, is_split, off_one_device, tensor_group
 from stand.forward.model import size_name
 from stand.forward.packed_plan import StepPlan
-from stand.scheduling import free_memory, kept_prompts, prefilled, prompt_keys
+from stand.scheduling import free_memory, prefilled, prompt_keys
 
 FIRST, LAST = "xla:0", "xla:1"
 PROMPT = [[3, 4, 5, 6, 7, 3, 4, 5]]
@@ -175,7 +175,7 @@ def test_offloaded_weights_write_the_same(family):
 
 def test_keys_do_not_outlive_offloaded_weights(monkeypatch):
     """Which can change where no tensor of the model tells."""
-    for module in (model_module, prompt_keys, prefilled, kept_prompts):
+    for module in (model_module, prompt_keys, prefilled):
         monkeypatch.setattr(module, "PROMPT_CHUNK", 4)
     away = off_device(tiny_model("llama"))
     engine = stand.wrap(away)

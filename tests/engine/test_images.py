@@ -89,7 +89,28 @@ def test_images_with_equal_tokens_are_told_apart(way, monkeypatch):
     expected = [generated("qwen3_vl", prompt) for prompt in prompts]
     assert tokens() == expected and expected[0] != expected[1]
     monkeypatch.setattr(media, "_digest", lambda shown: bytes(16))  # control
-    assert tokens() == (expected if way == "kept prompts" else [expected[0]] * 2)
+    assert tokens() == [expected[0]] * 2
+
+
+LINES = tuple(range(3, 40)) * 30  # 1,110 tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "qwen3_5", "llava"])
+def test_keys_behind_an_image_are_taken_over_by_longer_texts(family, monkeypatch):
+    """Turns of a chat: the image, and whole chunks of the text behind it; another image's are not."""
+    monkeypatch.setattr(image_model(family).config.get_text_config(), "max_position_embeddings", 4096)
+    turns = [image_prompt(family, behind=behind) for behind in ((7, 3), (7, 3, *LINES), (7, 3, *LINES, 8, 9, *LINES))]
+    other = image_prompt(family, behind=(7, 3, *LINES, 5), seed=4)
+    engine = engine_of(family, verifier="match")
+    expected = [engine.generate(turn, **SAMPLED) for turn in (*turns, other)]
+    copied = []
+    with engine.keep_prompts(1e9):
+        for turn, alone in zip((*turns, other), expected, strict=True):
+            output = engine.generate(turn, **SAMPLED)
+            assert output.token_ids == alone.token_ids and alone.stats.num_copied_prompt_tokens == 0
+            copied.append(output.stats.num_copied_prompt_tokens)
+    shown = media_of(family, turns[0])[1].text_start
+    assert copied == [0, shown, shown + 1024, 0]
 
 
 def test_samples_of_a_prompt_share_one_first_forward(monkeypatch):

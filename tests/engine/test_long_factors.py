@@ -21,7 +21,7 @@ from stand.forward import model as forward_model
 from stand.forward import self_check
 from stand.forward.cache.tree_cache import DRAFT_ROOM
 from stand.forward.long_factors import long_factors, served_positions, switching_length
-from stand.scheduling import kept_prompts, prefilled, prompt_keys, within_pages
+from stand.scheduling import prefilled, prompt_keys, within_pages
 from stand.scheduling.free_memory import bytes_per_token
 from stand.scheduling.scheduler import Scheduler
 
@@ -127,7 +127,7 @@ def test_the_only_live_row_crosses_beside_a_prompt_that_others_wait_with(spare):
 
 
 def test_prompts_that_begin_alike_share_nothing_across_the_border(monkeypatch):
-    for module in (forward_model, prefilled, prompt_keys, kept_prompts):
+    for module in (forward_model, prefilled, prompt_keys):
         monkeypatch.setattr(module, "PROMPT_CHUNK", 8)
     text = prompt_of(BORDER + 30)
     prompts = [text[:20], text[: BORDER + 5], text[: BORDER - 3], text]
@@ -143,7 +143,7 @@ def test_prompts_that_begin_alike_share_nothing_across_the_border(monkeypatch):
 
 @pytest.mark.skipif(not forward_model.chooses_on_device(), reason="this transformers moves them")
 def test_prompts_are_kept_though_every_forward_writes_its_frequencies(monkeypatch):
-    for module in (forward_model, prefilled, prompt_keys, kept_prompts):
+    for module in (forward_model, prefilled, prompt_keys):
         monkeypatch.setattr(module, "PROMPT_CHUNK", 8)
     engine, found = engine_of(), []
     with engine.keep_prompts(1e9):

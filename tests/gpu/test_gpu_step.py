@@ -21,7 +21,7 @@ from stand.gpu import captured_step
 from stand.gpu.device_rule import rule_like
 from stand.gpu.packets import page_table
 from stand.gpu.runner import DirectRunner
-from stand.scheduling import kept_prompts, prefilled, prompt_keys
+from stand.scheduling import prefilled, prompt_keys
 from stand.trees import DraftBatch
 from stand.verifiers.rules.match import MatchVerifier
 
@@ -237,7 +237,7 @@ def test_fewer_rows_have_the_splits_of_a_call_of_their_own(plain_kernels):
 
 def test_prompts_that_begin_alike_share_their_chunks(plain_kernels, monkeypatch):
     """Within a call, and with those of the call before; tokens are those of eager steps that compute every prompt."""
-    for module in (forward_model, prefilled, prompt_keys, kept_prompts):
+    for module in (forward_model, prefilled, prompt_keys):
         monkeypatch.setattr(module, "PROMPT_CHUNK", 4)
     shared = [*PROMPTS[0], 9, 9]  # two chunks and one token
     prompts = [[*shared, *tail] for tail in ([5], [6, 6, 6], [7])]
@@ -246,7 +246,7 @@ def test_prompts_that_begin_alike_share_their_chunks(plain_kernels, monkeypatch)
         engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=backend, fuse=False)
         with monkeypatch.context() as patch, engine.keep_prompts(1e9):
             if backend == "sdpa":
-                patch.setattr(prompt_keys, "common_chunks", lambda source, target: 0)
+                patch.setattr(prompt_keys, "common_pieces", lambda source, target: 0)
             outputs = [engine.generate(input_ids=prompts, max_new_tokens=9, temperature=0.6, seed=4) for _ in range(2)]
         found[backend] = [output.token_ids for output in outputs]
         copied[backend] = [output.stats.num_copied_prompt_tokens for output in outputs]

@@ -59,7 +59,7 @@ COMPACT = {
     "stand.gpu.packets.packing",
     "stand.plugins.known_texts",
     "stand.step_compiled",
-    "stand.trees.arguments",
+    "stand.trees.checked_arrays",
     "stand.trees.layouts.layout",
     "stand.trees.noise",
     "stand.verifiers.verdict_compiled",

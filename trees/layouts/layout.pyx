@@ -8,7 +8,8 @@ import numpy as np
 
 cnp.import_array()
 
-from stand.trees.arguments import check_batch, whole
+from stand.trees.arguments import whole
+from stand.trees.checked_arrays import check_batch
 
 cdef extern from "layout.h" namespace "stand" nogil:
     cdef cppclass DraftView:

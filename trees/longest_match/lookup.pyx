@@ -14,9 +14,8 @@ import numpy as np
 
 cnp.import_array()
 
-from stand.trees.arguments import (
-    check_batch, check_is_batch, checked_laws, checked_nodes, int64_array, tail, tokens_of, whole, within,
-)
+from stand.trees.arguments import check_is_batch, checked_nodes, int64_array, tail, whole, within
+from stand.trees.checked_arrays import check_batch, checked_laws, tokens_of
 from stand.trees.checked_file import LookupFileError, checked_fingerprint
 from stand.trees.draft import NO_TOKEN, DraftBatch
 from stand.trees.fork_safety import lock_at_forks

@@ -96,6 +96,7 @@ class Call:
         """Decode every row to its end."""
         with exclusive(self._model), self._ending(), self.stats.timed_wall():
             while self._refill():
+                self.scheduler.raise_failure()
                 with self._step.attention():
                     self._advance()
                     while self._is_settled:
@@ -166,9 +167,11 @@ class Call:
                 self._change(change)
             coming = scheduler.next_row() if scheduler.live else None
             self._is_settled = (
-                coming is None or not scheduler.has_memory_for(coming) or self._prompts.ready(coming) is not None
+                coming is None
+                or not scheduler.has_memory_for(coming)
+                or scheduler.prepared(coming, self._prompts.ready) is not None
             )
-            self._prompts.keep_only(coming)
+            self._prompts.keep_only(scheduler.next_row() if scheduler.live else None)
         self.stats.num_prompt_tokens = self._prompts.num_tokens
         self.stats.num_copied_prompt_tokens = self._prompts.num_copied
         self.stats.num_put_back, self.stats.num_replayed_tokens = scheduler.num_put_back, self._prompts.num_replayed

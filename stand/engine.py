@@ -126,9 +126,10 @@ class Engine:
 
         max_rows, max_cache_bytes: as in `run`; a row that ends makes room for the next.
 
-        prompts: a text, a chat (a list of messages), or several; also ids, as input_ids takes them.
-        input_ids: a list, tensor or array of ids, one prompt or several, or the output of a tokenizer or of the model's
-        processor, with its mask; what it shows is part of the prompt (docs/images.md).
+        prompts: a text, a chat (a list of messages, with images where `wrap` was given a processor), or several; also
+        ids, as input_ids takes them.
+        input_ids: a list, tensor or array of ids, one prompt or several, or a tokenizer's output with its mask; that of
+        a processor, or a list of such, each of one prompt, with all that it shows (docs/images.md).
         attention_mask: 0 at padding, which is taken off. Without it the model's padding token is padding in tensors.
 
         Settings are resolved as transformers resolves them: what is given here (settings: any other field of

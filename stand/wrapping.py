@@ -37,7 +37,8 @@ def wrap(
 ) -> Engine:
     """Make an engine around an unmodified transformers model, where it is and as it is.
 
-    tokenizer: or a processor, which holds one; then chats may show images and what else it takes.
+    tokenizer: or the model's processor (`AutoProcessor`), which holds one; then chats may show images, and what else it
+    takes.
     drafter: who guesses. A lookup means its default drafter: `BlendedDrafter(lookup)`, or `FixedShapeDrafter(lookup)`
     for a `LookupTree`. None: `BlendedDrafter()`, which starts with an empty lookup. One drafter serves one model.
     verifier: a name from `stand.verifiers`, or a `Verifier`. A rule that changes the output's law must be passed as an
@@ -64,7 +65,7 @@ def wrap(
     if tensor_group(model) is not None:
         refuse_needy(drafter, "several processes")
     processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
-    tokenizer = tokenizer if processor is None else processor.tokenizer
+    tokenizer = tokenizer if processor is None else getattr(processor, "tokenizer", None)
     attach(drafter, model, tokenizer, rule)
     chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen, processor=processor)
@@ -132,9 +133,10 @@ def _fingerprint_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
         return by_size
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in ("get_vocab", "batch_decode")):
         raise ValueError(
-            f"tokenizer must be one of transformers', got {type(tokenizer).__name__} ({tokenizer!r:.80}); pass "
-            "AutoTokenizer.from_pretrained(...), PreTrainedTokenizerFast(tokenizer_object=...) for a Tokenizer of "
-            "tokenizers, or leave it out and pass token ids"
+            f"tokenizer must be one of transformers', or a processor, got {type(tokenizer).__name__} "
+            f"({tokenizer!r:.80}); pass AutoTokenizer.from_pretrained(...) or AutoProcessor's, "
+            "PreTrainedTokenizerFast(tokenizer_object=...) for a Tokenizer of tokenizers, or leave it out and pass "
+            "token ids"
         )
     lookup = drafter.lookup if isinstance(drafter, LookupDrafter) else None
     if lookup is not None and lookup.fingerprint == by_size:

@@ -254,7 +254,7 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
     if not (model._supports_attention_backend or has_known_states):  # classes with states do not say that they do
         raise UnsupportedModelError(
             f"a model must call its attention through transformers' AttentionInterface, got {name}, which does not; "
-            "use a model class of the library itself rather than remote code"
+            "where it is remote code, use the library's own class"
         )
 
 

@@ -150,7 +150,7 @@ def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterat
     ):
         reached, own = _configs(model)
         before = [(config, config._attn_implementation) for config in [*own, *reversed(reached)]]
-        if not _is_ours(model):
+        if not is_swapped(model):
             _TURNS[model].own = before
         try:
             with _without_warnings():
@@ -184,7 +184,7 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
     with turns.turn:
         try:
             turns.thread, turns.process = threading.get_ident(), os.getpid()
-            if _is_ours(model):  # an interrupt has left it there
+            if is_swapped(model):  # an interrupt has left it there
                 _restore(turns.own)
             yield
         finally:
@@ -219,8 +219,9 @@ def _config_numbers(model: PreTrainedModel) -> set[int]:
     return {id(config) for configs in _configs(model) for config in configs}
 
 
-def _is_ours(model: PreTrainedModel) -> bool:
-    """By the text model's configuration: one around it may not let its attention be set (GOT-OCR2)."""
+def is_swapped(model: PreTrainedModel) -> bool:
+    """Whether an attention of this project runs the model, by the text model's configuration: one around it may not let
+    its attention be set (GOT-OCR2)."""
     return str(text_config(model)._attn_implementation).startswith(PREFIX)
 
 

@@ -16,11 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from stand.forward.devices import input_device
 from stand.forward.model import max_positions
+from stand.forward.modules import modules_of
 from stand.forward.tree_attention import PREFIX, tree_attention
 
 PROBE = PREFIX + "window_probe"
 MOST_KEYS = 1 << 20  # a longer window is none
 OTHER = -1  # said of a mask that is no window
+QUERIES = 256  # of a mask at a time
+BEHIND, AHEAD = 0, 1  # what masks show: behind a token, or ahead of it too
 
 
 class _Probe:
@@ -38,6 +41,35 @@ class _Probe:
             seen = mask_function(first, first, keys[-1], keys).expand(self.num_keys)
         number = int(seen.sum())
         return number if bool(seen[self.num_keys - number :].all()) else OTHER
+
+    def note(self, module: torch.nn.Module, told: int | None, masked: int | None) -> None:
+        """The window that a layer's attention is told, and what its mask says; None for none."""
+        told = min(told or self.num_keys, self.num_keys)
+        self.found.append((type(module).__name__, told, self.num_keys if masked is None else masked))
+
+
+class _AheadProbe(_Probe):
+    """Whether masks of `layers` show what comes in a later forward: of `start` tokens any behind those, of the others
+    any."""
+
+    def __init__(self, num_keys: int, start: int, layers: set[torch.nn.Module]) -> None:
+        super().__init__(num_keys)
+        self._start, self._layers = start, layers
+        self.is_ahead = False
+
+    def number_of(self, mask_function: Callable) -> int:
+        """AHEAD or BEHIND."""
+        keys, first = torch.arange(self.num_keys, device="cpu"), torch.zeros((), dtype=torch.int64, device="cpu")
+        for places in keys.split(QUERIES):
+            queries = places[:, None]
+            with _LastEntryStands():  # towers make masks for other numbers of tokens
+                seen = mask_function(first, first, queries, keys).expand(len(places), self.num_keys)
+            if bool((seen & (keys > queries.clamp(min=self._start - 1))).any()):
+                return AHEAD
+        return BEHIND
+
+    def note(self, module: torch.nn.Module, told: int | None, masked: int | None) -> None:
+        self.is_ahead |= masked == AHEAD and module in self._layers
 
 
 class _LastEntryStands(TorchFunctionMode):
@@ -73,10 +105,7 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    probe = _running.probe
-    told = min(sliding_window or probe.num_keys, probe.num_keys)
-    masked = probe.num_keys if attention_mask is None else int(attention_mask.flatten()[0])
-    probe.found.append((type(module).__name__, told, masked))
+    _running.probe.note(module, sliding_window, None if attention_mask is None else int(attention_mask.flatten()[0]))
     return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
 
 
@@ -97,3 +126,17 @@ def window_disagreement(model: PreTrainedModel) -> str | None:
     finally:
         del _running.probe
     return None
+
+
+@torch.inference_mode()
+def looks_ahead(model: PreTrainedModel, start: int, **inputs: torch.Tensor) -> bool:
+    """Whether a token of a prompt sees one that comes in a later forward, where its first `start` tokens are run by
+    one forward and the others one by one. inputs: of the model's forward, among them input_ids [1, L]."""
+    layers = set(modules_of(model.get_decoder()))
+    probe = _running.probe = _AheadProbe(inputs["input_ids"].shape[1], start, layers)
+    try:
+        with tree_attention(model, PROBE):
+            model(**inputs, use_cache=False)
+    finally:
+        del _running.probe
+    return probe.is_ahead

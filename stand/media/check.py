@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device
@@ -22,8 +22,10 @@ from stand.forward.self_check import (
     relative_difference,
 )
 from stand.forward.tree_attention import exclusive, tree_attention
-from stand.media.first_forward import prefill_media
-from stand.media.media import Media
+from stand.forward.window_check import looks_ahead
+from stand.media.first_forward import prefill_media, refuse_midst
+from stand.media.media import Media, misfits_refused
+from stand.media.unchanged import unchanged
 from stand.trees import DraftBatch
 
 LEAF = 6  # of the check's tree: its path is compared, what lies beside it must not be seen
@@ -39,15 +41,27 @@ def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> 
     kinds = _CHECKED.setdefault(model, set())
     if media.kind in kinds:
         return
+    refuse_midst(model, media)
     name = type(model).__name__
     if moving_ropes(model):
         raise UnsupportedModelError(
             f"rotary factors must stay where a prompt shows something, got {name} with {', '.join(moving_ropes(model))}"
             "; give it text alone, or call model.generate"
         )
+    if type(model).generate is not GenerationMixin.generate:
+        raise UnsupportedModelError(
+            f"prompts that show something need transformers' own generate, got {name} with another one, which may "
+            "prepare the model for them; call it"
+        )
     with exclusive(model), torch.autocast(input_device(model).type, enabled=False):
-        with failures_refused(name, f"take {', '.join(media.inputs)} in one forward over this project's cache"):
-            difference = media_difference(model, token_ids, media)
+        difference = media_difference(model, token_ids, media)
+        with failures_refused(name, "make its masks by transformers' functions"), unchanged(model):
+            is_ahead = looks_ahead(model, media.text_start, **_ids_of(token_ids, model), **media.inputs, **media.types)
+    if is_ahead:
+        raise UnsupportedModelError(
+            f"tokens of a prompt must see none that come in a later forward, got {name} with "
+            f"{', '.join(media.inputs)}, whose masks show a prompt all of itself; call model.generate for it"
+        )
     tolerance = LOGIT_TOLERANCES[model.dtype]
     if not difference <= tolerance:
         raise UnsupportedModelError(
@@ -59,26 +73,42 @@ def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> 
 
 @torch.inference_mode()
 def media_difference(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> float:
-    """`relative_difference` of the logits of a path of a tree behind the prompt, its last token being the root."""
+    """`relative_difference` of the logits of a path of a tree behind the prompt, its last token being the root.
+
+    Raises MediaError where the prompt does not fit, UnsupportedModelError where only the way of this project fails.
+    """
     tree = DraftBatch.concatenate([check_tree(_tokens_of_text(model, token_ids[-1]))])
     path = path_to(LEAF)
+    expected = _plain_logits(model, np.concatenate([token_ids[:-1], tree.token_ids[path]]), media)[-len(path) :]
+    way = f"take {', '.join(media.inputs)} in one forward over this project's cache"
+    with failures_refused(type(model).__name__, way):
+        return relative_difference(_tree_logits(model, token_ids, media, tree)[path], expected)
+
+
+def _plain_logits(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> torch.Tensor:
+    """[L, V] float32 of one forward over the prompt and what follows."""
+    types = {
+        name: torch.nn.functional.pad(kinds, (0, len(token_ids) - kinds.shape[1]))
+        for name, kinds in media.types.items()
+    }
+    with misfits_refused(model, media.inputs), unchanged(model):
+        return model(**_ids_of(token_ids, model), use_cache=False, **media.inputs, **types).logits[0].float()
+
+
+def _ids_of(token_ids: np.ndarray, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    ids = torch.from_numpy(token_ids.astype(np.int64)).to(input_device(model))[None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _tree_logits(model: PreTrainedModel, token_ids: np.ndarray, media: Media, tree: DraftBatch) -> torch.Tensor:
+    """[N, V] float32 behind the prompt without its last token, by the engine's own forwards."""
     cache = TreeCache(num_rows=1, room=len(token_ids) + DRAFT_ROOM)
     done, length, offset = prefill_media(model, cache, token_ids, media), len(token_ids) - 1, media.rotary_offset
     where = {"rotary_offsets": np.array([offset]), "device": input_device(model)}
-    plan = StepPlan.for_drafts(tree, np.array([length]), **where)
     with tree_attention(model):
         while done < length:
             done = prefill_chunk(model, cache, token_ids[:-1], done, row=0, rotary_offset=offset)
-        logits = run_plan(model, cache, plan)[path].float()
-    text = np.concatenate([token_ids[:-1], tree.token_ids[path]]).astype(np.int64)
-    more = len(path) - 1
-    output = model(
-        input_ids=torch.from_numpy(text).to(input_device(model))[None],
-        use_cache=False,
-        **media.inputs,
-        **{name: torch.nn.functional.pad(types, (0, more)) for name, types in media.types.items()},
-    )
-    return relative_difference(logits, output.logits[0, -len(path) :].float())
+        return run_plan(model, cache, StepPlan.for_drafts(tree, np.array([length]), **where)).float()
 
 
 def _tokens_of_text(model: PreTrainedModel, last: int) -> np.ndarray:

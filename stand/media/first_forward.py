@@ -13,7 +13,9 @@ from stand.forward.devices import input_device
 from stand.forward.packed_plan import StepPlan, running
 from stand.forward.recurrent.layers import recurrent_forwards
 from stand.forward.recurrent.tree_scan import TreeScan
-from stand.media.media import Media
+from stand.forward.tree_attention import is_swapped
+from stand.media.media import Media, MediaError, misfits_refused
+from stand.media.unchanged import unchanged
 
 
 class _EmptyCache(Cache):
@@ -33,20 +35,30 @@ class _EmptyCache(Cache):
         return self._cache.scan()
 
 
-def prefill_media(
-    model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, media: Media, *, row: int = 0
-) -> int:
-    """Write the keys of a text, int32 [L], into the empty cache row `row`, up to where it is text alone; returns how
+def refuse_midst(model: PreTrainedModel, media: Media) -> None:
+    """Raise MediaError amid a step: towers and masks need the model's own attention."""
+    if is_swapped(model):
+        raise MediaError(
+            f"a prompt with {', '.join(media.inputs)} must begin between steps, got one in the midst of another call's "
+            "step (on_step, a criterion); begin it between trajectories, or after the call"
+        )
+
+
+def prefill_media(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, media: Media) -> int:
+    """Write the keys of a text, int32 [L], into the empty row 0 of `cache`, up to where it is text alone; returns how
     many tokens that are.
 
     Attention, masks, positions and towers are the model's own: tokens of an image may see each other (Gemma 3), places
     in it may count (M-RoPE, arXiv 2409.12191), and layers may be given further features of it (arXiv 2406.04334). So
-    all is one forward, not chunks. Nothing else may have swapped the model's attention.
+    all is one forward, not chunks.
+
+    Raises MediaError for what does not fit, and amid another call's step, where the attention is not the model's own.
     """
+    refuse_midst(model, media)
     end = media.text_start
-    plan = StepPlan.for_prompt(token_ids[:end], 0, row=row, device=input_device(model))
+    plan = StepPlan.for_prompt(token_ids[:end], 0, row=0, device=input_device(model))
     cache.begin(plan)
-    with recurrent_forwards(model), running(plan):
+    with misfits_refused(model, media.inputs), unchanged(model), recurrent_forwards(model), running(plan):
         model(
             input_ids=plan.input_ids,
             position_ids=media.positions[..., :end],

@@ -1,26 +1,33 @@
 """Images, videos and sound of a prompt, as the model's processor gives them: inputs of its first forward.
 
 Which inputs these are is read from the model's class, and where its tokens lie then is asked of it, as transformers'
-`generate` does. Nothing here is made for one family of models.
+`generate` does.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from stand.forward.cache.cache_argument import CACHE_ARGUMENTS
 from stand.forward.devices import input_device
+from stand.media.unchanged import unchanged
 
-TYPES = ("token_type_ids", "mm_token_type_ids")  # [1, L]: of every token what it stands for, 0 for text
-NO_INPUTS = frozenset({*CACHE_ARGUMENTS, *TYPES, "mm_encoder_outputs", "return_dict", "output_router_logits"})
+# [1, L]: of every token what it stands for, 0 for text
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+WORDS = ("pixel", "image", "video", "audio", "feature", "grid")  # one of them is in the name of what is shown
+SETTING = "vision_"  # names of settings of a tower begin so
+
+
+class MediaError(ValueError):
+    """What a prompt shows does not fit its tokens, or the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,26 +46,27 @@ class Media:
         """shown: what the processor gives beside token_ids, int32 [L], and their mask; names of `media_arguments`, and
         of TYPES.
 
-        Raises ValueError where the last token is no text, and for what is no array of numbers.
+        Raises MediaError where the last token is no text, and for what is no array of numbers or does not fit.
         """
         ids = torch.from_numpy(token_ids.astype(np.int64)).to(input_device(model))[None]
-        arrays = {name: _tensor_of(name, value) for name, value in shown.items()}
-        types = {name: arrays[name].to(ids.device) for name in TYPES if name in arrays}
-        inputs = {name: _moved(tensor, model) for name, tensor in arrays.items() if name not in TYPES}
-        asked = {"attention_mask": torch.ones_like(ids), **inputs, **types}
-        positions = model._prepare_position_ids_for_generation(ids, asked)
-        rotary = positions[-3:] if positions.dim() == 3 else positions  # of four the first are places in the text
-        offsets = rotary.reshape(-1, len(token_ids)) - torch.arange(len(token_ids), device=ids.device)
+        arrays = {name: _tensor_of(name, value, ids.device) for name, value in shown.items()}
+        types = {name: arrays[name] for name in TYPES if name in arrays}
         start = _text_start(model, token_ids, types)
-        if start == len(token_ids) or len(offsets[:, -1].unique()) > 1:
-            raise ValueError(
+        if start == len(token_ids):
+            raise MediaError(
                 "a prompt must end with a token of text, got one of what it shows; apply the chat template with "
                 "add_generation_prompt=True"
             )
+        with misfits_refused(model, shown), unchanged(model):
+            asked = {"attention_mask": torch.ones_like(ids), **arrays}
+            positions = model._prepare_position_ids_for_generation(ids, asked)
+        rotary = positions[-3:] if positions.dim() == 3 else positions  # of four the first are places in the text
+        offsets = rotary.reshape(-1, len(token_ids)) - torch.arange(len(token_ids), device=ids.device)
         if len(offsets[:, start:].unique()) > 1:  # then all is taken for what is shown
             start = len(token_ids) - 1
         named = {name: tensor[:, :start] if name in TYPES else tensor for name, tensor in arrays.items()}
-        return cls(inputs, types, positions, int(offsets[0, -1]), start, _digest(named))
+        inputs = {name: _in_type(tensor, model) for name, tensor in arrays.items() if name not in TYPES}
+        return cls(inputs, types, positions, int(offsets[-1, -1]), start, _digest(named))
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -67,14 +75,28 @@ class Media:
 
 
 def media_arguments(model: PreTrainedModel) -> frozenset[str]:
-    """What the model's forward takes and a text model's does not; nothing of a text model."""
+    """By which the model's forward takes what a prompt shows; nothing of a text model."""
     return _arguments_of(type(model).forward)
 
 
 @cache
 def _arguments_of(forward: Callable) -> frozenset[str]:
-    names = frozenset(inspect.signature(inspect.unwrap(forward)).parameters)
-    return names - frozenset(inspect.signature(inspect.unwrap(LlamaForCausalLM.forward)).parameters) - NO_INPUTS
+    names = inspect.signature(inspect.unwrap(forward)).parameters
+    return frozenset(name for name in names if any(word in name for word in WORDS) and not name.startswith(SETTING))
+
+
+@contextmanager
+def misfits_refused(model: PreTrainedModel, shown: Iterable[str]) -> Iterator[None]:
+    """Within it what the model's own code raises is a MediaError. A lack of memory says nothing of the prompt."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
+        raise MediaError(
+            f"{', '.join(shown)} must fit the prompt's tokens and {type(model).__name__}, got {type(error).__name__}: "
+            f"{error}; see whether model(**output) takes what the processor returns"
+        ) from error
 
 
 def placeholder_ids(model: PreTrainedModel) -> list[int]:
@@ -92,18 +114,22 @@ def _text_start(model: PreTrainedModel, token_ids: np.ndarray, types: Mapping[st
     return int(places[-1]) + 1 if len(places) else len(token_ids) - 1
 
 
-def _tensor_of(name: str, value: object) -> torch.Tensor:
+def _tensor_of(name: str, value: object, device: torch.device) -> torch.Tensor:
+    """A copy: the caller may write into what was given."""
     try:
-        return torch.as_tensor(value).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} must be an array of numbers, got {type(value).__name__} ({error}); call the processor with "
-            'return_tensors="pt"'
-        ) from error
+        tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or not tensor.dim():
+        raise MediaError(
+            f'{name} must be an array of numbers, got {value!r:.80}; call the processor with return_tensors="pt"'
+        )
+    return tensor.to(device, copy=True)
 
 
-def _moved(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    return tensor.to(input_device(model), model.dtype if tensor.is_floating_point() else None)
+def _in_type(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+    """Pixels and the like in the model's type; numbers about them, such as seconds, as they are."""
+    return tensor.to(model.dtype) if tensor.is_floating_point() and tensor.dim() > 1 else tensor
 
 
 def _digest(shown: Mapping[str, torch.Tensor]) -> bytes:

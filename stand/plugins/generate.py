@@ -248,8 +248,9 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
                 f"{name} must be left out here, got a cache: the engine keeps keys and values in its own; "
                 "pass the whole text as input_ids"
             )
-    mask = model_kwargs.get("attention_mask")
-    positions = None if shown else model_kwargs.get("position_ids")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if shown:
+        positions = (_of_caller("kwargs") or {}).get("position_ids")
     if positions is not None and positions.shape[-1] != input_ids.shape[1]:  # `generate` counts them by the mask
         raise ValueError(
             f"attention_mask and position_ids must be as long as input_ids, got {positions.shape[-1]} for "
@@ -257,7 +258,8 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
         )
     if positions is not None:
         ones = torch.ones_like(input_ids) if mask is None else mask.long()
-        if not (positions == (ones.cumsum(-1) - 1).clamp(min=0))[ones.bool().expand_as(input_ids)].all():
+        counted = (ones.cumsum(-1) - 1).clamp(min=0)  # positions may be several of a token, where images count
+        if not ((positions == counted) | ~ones.bool()).all():
             raise ValueError("position_ids must count a row's tokens from 0, got others; leave position_ids out")
 
 

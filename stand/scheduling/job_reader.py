@@ -19,7 +19,7 @@ from stand.laws.allowed_tokens import AllowedInCall
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
 from stand.media.check import check_media
-from stand.media.media import Media, media_arguments
+from stand.media.media import TYPES, Media, media_arguments
 from stand.numbered_keys import NumberedKeys
 from stand.scheduling.request import Job, Request, which_request
 from stand.texts.prompts import Prompt, PromptReader
@@ -55,6 +55,12 @@ class JobReader:
         settings: fields of `GenerationConfig`; the others are as in `Engine.generate`."""
         self._model, self._tokenizer, self._problems = model, tokenizer, problems
         self._processor, self._follower = processor, follower
+        shown = [name for name in settings if name in media_arguments(model) or name in TYPES]
+        if shown:
+            raise ValueError(
+                f"what a prompt shows must come with its tokens, got {', '.join(shown)} beside them; pass what the "
+                "processor returns as a whole, as in engine.generate(inputs)"
+            )
         self._processors = checked_processors(logits_processors)
         self._more = {}
         if prefix_allowed_tokens_fn is not None:

@@ -80,8 +80,8 @@ class Prefilled:
 
 def common_pieces(source: Prefilled, target: Prefilled) -> int:
     """Whole pieces that `source` has keys of and `target` begins with."""
-    shown = [None if prompt.media is None else prompt.media.digest for prompt in (source, target)]
-    if source.is_beyond != target.is_beyond or shown[0] != shown[1]:
+    shown, other = ((media.digest, media.text_start) if media else None for media in (source.media, target.media))
+    if source.is_beyond != target.is_beyond or shown != other:
         return 0
     most = max(min(source.done, len(target.token_ids)), 0)
     differs = source.token_ids[:most] != target.token_ids[:most]

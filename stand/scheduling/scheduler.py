@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from stand.media.media import MediaError
 from stand.row import Row
 from stand.scheduling.admission import Admission, lies_beyond
 from stand.scheduling.request import Job, which_request
@@ -81,6 +82,21 @@ class Scheduler:
             self._next = next(self._waiting)
         return self._next
 
+    def prepared(self, row: Row, ready: Callable[[Row], object | None]) -> object | None:
+        """The keys that the next row begins with; None where they are to come, or never will: what a prompt shows may
+        not fit. Then its request is as one that cannot be read."""
+        try:
+            return ready(row)
+        except MediaError as error:
+            if row is not self._next or self._num_left[row.request] < len(self._open[row.request].rows):
+                raise
+            job = self._open.pop(row.request)
+            del self._num_left[row.request]
+            error.add_note(which_request(job.number, job.id))
+            self._failure, self._is_over = error, True
+            self._next, self._waiting = None, iter(())
+            return None
+
     def _next_job(self) -> Job | None:
         """The next request, None where there is none, or none that fits."""
         job = None
@@ -101,7 +117,8 @@ class Scheduler:
             raise
 
     def raise_failure(self) -> None:
-        """To be called where nobody is live: raises what the request that would be next has ended in."""
+        """Raises what the request that would be next has ended in: to be called where nobody is live, or where rows
+        are given all together."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -180,7 +197,7 @@ class Scheduler:
             self.num_places = None
         if row is None or going and (self._parts(row) or not self.admission.allows(going, row)):
             return None
-        keys = ready(row)
+        keys = self.prepared(row, ready)
         if keys is None:
             return None
         going.append(row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,14 +10,12 @@ import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from stand.media.media import TYPES
+from stand.texts.chats import chat_text, processed_chat, shown_kinds
 
 OF_TOKENIZERS = frozenset(  # what their outputs hold beside, which changes no forward
     "input_ids attention_mask special_tokens_mask offset_mapping length overflowing_tokens num_truncated_tokens "
     "overflow_to_sample_mapping assistant_masks".split()
 )
-WRITTEN = ("system", "developer", "user", "assistant")  # roles whose content is a text; a tool's may be anything
-ANSWERS = ("assistant", "tool")  # roles whose content templates may change
-BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +34,7 @@ class PromptReader:
     tokenizer: PreTrainedTokenizerBase | None = None
     pad_id: int | None = None  # in tensors without a mask it marks what belongs to no prompt
     end_ids: tuple[int, ...] = ()
-    processor: ProcessorMixin | None = None  # for chats that show something
+    processor: ProcessorMixin | None = None  # by whose template chats are written, where it has one
     media_names: frozenset[str] = frozenset()  # by which the model takes that
 
     def read(self, prompts: object, input_ids: object, *, attention_mask: object = None) -> list[Prompt]:
@@ -78,29 +75,24 @@ class PromptReader:
         ]
 
     def _encoded(self, text: str | list[Mapping]) -> list[int] | Prompt:
-        """A text as the tokenizer encodes it; a chat as `chat_text`, or by the processor where it shows something."""
+        """A text as the tokenizer encodes it; a chat by the processor, or as `chat_text` where there is none."""
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
         if isinstance(text, str):
             return self._ids_of(text)
-        if kinds := shown_parts(text):
-            return self._processed(text, kinds[0])
-        holders = [holder for holder in (self.tokenizer, self.processor) if holder is not None]
-        templated = next((holder for holder in holders if holder.chat_template is not None), None)
-        if templated is None:
+        if self.processor is not None and self.processor.chat_template is not None:
+            return self.read(None, processed_chat(self.processor, text))[0]
+        if kinds := shown_kinds(text):
+            raise ValueError(
+                f"a chat that shows something needs the model's processor with its chat template, got content of type "
+                f"{kinds[0]!r}; pass AutoProcessor.from_pretrained(...) to stand.wrap in the tokenizer's place"
+            )
+        if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"chats need a chat template, got none in {type(self.tokenizer).__name__}; set "
                 "tokenizer.chat_template or pass a text"
             )
-        return self._ids_of(chat_text(templated, text), add_special_tokens=False)
-
-    def _processed(self, chat: list[Mapping], kind: str) -> Prompt:
-        if self.processor is None:
-            raise ValueError(
-                f"a chat that shows something needs the model's processor, got content of type {kind!r} and a "
-                "tokenizer alone; pass AutoProcessor.from_pretrained(...) to stand.wrap in its place"
-            )
-        return self.read(None, processed_chat(self.processor, chat))[0]
+        return self._ids_of(chat_text(self.tokenizer, text), add_special_tokens=False)
 
     def _ids_of(self, text: str, **options: bool) -> list[int]:
         try:
@@ -202,113 +194,6 @@ class PromptReader:
                 "use the tokenizer that belongs to the model"
             )
         return prompt.astype(np.int32)
-
-
-def chat_text(tokenizer: PreTrainedTokenizerBase, chat: list[Mapping]) -> str:
-    """A chat by its template, with the beginning of an answer. Where its last message is an assistant's, the answer
-    goes on with it, as in transformers' pipelines: the text ends where the message does. A content that is one part of
-    text becomes that text where the template writes contents as they are.
-
-    Raises ValueError for messages without role or content, for content that is no text, and where a template fails or
-    does not show that answer as it is. Warns of messages that the template leaves out.
-    """
-    for message in chat:
-        _check_message(message)
-    chat = _without_parts(tokenizer, chat)
-    goes_on = chat[-1]["role"] == "assistant"
-    try:
-        text = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
-        )
-    except Exception as error:  # a template may refuse a chat, or need options of its own
-        if goes_on and isinstance(error, ValueError):
-            raise ValueError(
-                f"an answer that a chat ends with must be shown as it is by the template, got another text ({error}); "
-                "render the chat without it, with add_generation_prompt=True and tokenize=False, and append the answer"
-            ) from error
-        raise ValueError(
-            f"a chat must be one that the tokenizer's template takes, got {type(error).__name__}: {error}; change the "
-            "chat, or give the template's options to tokenizer.apply_chat_template(chat, return_dict=True, ...) and "
-            "pass what it returns"
-        ) from error
-    _warn_of_absent(chat, text)
-    return text
-
-
-def _check_message(message: Mapping) -> None:
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise ValueError(f"every chat message must have a role, got {message!r:.120}; add role and content")
-    is_left_out = content is None and any(message.get(name) for name in BESIDE_CONTENT)
-    if role in WRITTEN and not (isinstance(content, str) or _is_parts(content) or is_left_out):
-        raise ValueError(
-            f"the content of a chat message must be a text or parts of text, got {message!r:.120}; write "
-            '{"role": ..., "content": "..."}'
-        )
-
-
-def shown_parts(chat: list[Mapping]) -> list[str]:
-    """The types of its contents that are no text, such as "image"."""
-    contents = [message.get("content") for message in chat]
-    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
-    return [part["type"] for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"]
-
-
-def processed_chat(processor: ProcessorMixin, chat: list[Mapping]) -> Mapping:
-    """The processor's output of a chat that shows something, with the beginning of an answer as in `chat_text`.
-
-    Raises ValueError where the processor does not take it.
-    """
-    goes_on = chat[-1].get("role") == "assistant"
-    asked = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    try:
-        return processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt", **asked)
-    except Exception as error:  # of its template, of a file, of a network
-        raise ValueError(
-            f"a chat must be one that {type(processor).__name__} takes, got {type(error).__name__}: {error}; change "
-            "the chat, or pass what the processor returns"
-        ) from error
-
-
-def _is_parts(content: object) -> bool:
-    if not (isinstance(content, (list, tuple)) and content):
-        return False
-    are_typed = all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
-    return are_typed and all(isinstance(part.get("text"), str) for part in content)
-
-
-def _without_parts(tokenizer: PreTrainedTokenizerBase, chat: list[Mapping]) -> list[Mapping]:
-    """The chat as the template takes it: it may be one that joins a content to other texts, or writes a list as Python
-    shows it."""
-    listed = [message["content"] for message in chat if _is_parts(message.get("content"))]
-    if not listed:
-        return chat
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # it may fail with texts, too: `chat_text` says so
-        text = None
-    if text is not None and not any(str(content) in text for content in listed):
-        return chat
-    if any(len(content) > 1 for content in listed):
-        raise ValueError(
-            f"a content must be one text for this tokenizer's template, got {max(map(len, listed))} parts; join them "
-            "as the model is meant to read them"
-        )
-    return [
-        {**message, "content": message["content"][0]["text"]} if _is_parts(message.get("content")) else message
-        for message in chat
-    ]
-
-
-def _warn_of_absent(chat: list[Mapping], text: str) -> None:
-    """Templates leave out roles that they do not know. Of answers they leave out thoughts."""
-    for place, message in enumerate(chat):
-        content = message.get("content")
-        if message["role"] not in ANSWERS and isinstance(content, str) and content.strip() not in text:
-            warnings.warn(
-                f"the chat template leaves out message {place}, of role {message['role']!r}; the model does not see it",
-                stacklevel=2,
-            )
 
 
 def is_one_prompt(given: object) -> bool:

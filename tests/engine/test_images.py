@@ -27,9 +27,10 @@ from with_pages import needs_pages
 
 import stand
 from stand.forward.self_check import UnsupportedModelError
+from stand.forward.window_check import looks_ahead
 from stand.media import check, first_forward, media
 from stand.media.check import check_media, media_difference
-from stand.media.media import Media, media_arguments
+from stand.media.media import Media, MediaError, media_arguments
 from stand.plugins.generate import stand_generate
 from stand.scheduling import within_pages
 from stand.scheduling.free_memory import bytes_per_token
@@ -198,16 +199,12 @@ def test_the_check_sees_a_wrong_image_and_wrong_positions(family, monkeypatch):
         check_media(image_model(family), token_ids, patched)
 
 
-def test_a_prompt_that_sees_itself_is_refused():
-    """PaliGemma: every token of a prompt sees all of it, so that the last one cannot come by itself."""
-    with pytest.raises(UnsupportedModelError, match="must have the logits of a plain forward"):
-        check_media(image_model("paligemma"), *media_of("paligemma", image_prompt("paligemma")))
-
-
 def test_what_fails_in_the_model_is_refused_with_its_words():
     prompt = image_prompt("qwen3_vl")
     prompt["pixel_values"] = prompt["pixel_values"][:-4]
-    with pytest.raises(UnsupportedModelError, match="Qwen3VLForConditionalGeneration must take .*pixel_values"):
+    with pytest.raises(
+        MediaError, match="pixel_values, image_grid_thw must fit .*Qwen3VLForCond.*RuntimeError.*see whether model"
+    ):
         engine_of("qwen3_vl").generate(prompt, **GREEDY)
 
 
@@ -224,6 +221,101 @@ def test_only_text_behind_an_image_is_learned(monkeypatch):
     monkeypatch.setattr(engine.drafter, "learn_prompt", lambda tokens, **given: learned.append(tokens.tolist()))
     engine.generate(image_prompt("llava"), **GREEDY)
     assert learned == [[58, 7, 3, 4, 5, 9]] and IMAGE not in learned[0]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_a_call_amid_a_step_takes_no_image(family):
+    """There the attention is not the model's own. Between trajectories it is."""
+    engine, prompt, nested = engine_of(family), image_prompt(family), []
+    engine.generate(prompt, **GREEDY)
+    with pytest.raises(MediaError, match="must begin between steps, got one in the midst of another call's step"):
+        list(engine.run([[3, 4, 5]], on_step=lambda run: engine.generate(prompt, **GREEDY), **GREEDY))
+    for _ in engine.run([[3, 4, 5]], **GREEDY):
+        nested += engine.generate(prompt, **GREEDY).token_ids
+    assert nested == [generated(family, prompt)]
+
+
+def test_numbers_about_what_is_shown_are_not_rounded():
+    """Seconds per step of a video decide its positions; in bfloat16 two thirds are another number."""
+    model = copy.deepcopy(image_model("qwen2_5_vl"))
+    frames = 200
+    ids = np.array([3, 4, 57, *[VIDEO] * frames, 58, 5, 6], dtype=np.int32)
+    shown = {
+        "pixel_values_videos": torch.zeros(frames * 4, 96), "video_grid_thw": torch.tensor([[frames, 2, 2]]),
+        "second_per_grid_ts": torch.tensor([2 / 3]), "mm_token_type_ids": torch.from_numpy((ids == VIDEO) * 2)[None],
+    }  # fmt: skip
+    exact, rounded = Media.of(model, ids, shown), Media.of(model.to(torch.bfloat16), ids, shown)
+    assert torch.equal(exact.positions, rounded.positions) and exact.digest == rounded.digest
+    assert rounded.inputs["second_per_grid_ts"].dtype == torch.float32
+    assert rounded.inputs["pixel_values_videos"].dtype == torch.bfloat16
+
+
+def test_what_is_shown_is_copied():
+    """The first forward runs when the stream is asked for its first piece."""
+    processor, prompt = image_processor(), image_prompt("gemma3")
+    stream = stand.wrap(image_model("gemma3"), processor).stream(prompt, **GREEDY)
+    expected = processor.batch_decode([generated("gemma3", prompt)], skip_special_tokens=True)[0]
+    prompt["pixel_values"].copy_(image_prompt("gemma3", seed=4)["pixel_values"])
+    assert "".join(text for _, text in stream) == expected
+
+
+def test_the_model_notes_nothing_of_a_call():
+    """`rope_deltas` say where the text that a user has begun goes on."""
+    model = image_model("qwen3_vl")
+    generated("qwen3_vl", image_prompt("qwen3_vl"))
+    before = model.model.rope_deltas
+    for prompt in (image_prompt("qwen3_vl", num_images=2), image_prompt("qwen3_vl", num_images=2, seed=5)):
+        engine_of("qwen3_vl").generate(prompt, **GREEDY)
+        assert model.model.rope_deltas is before and before is not None
+
+
+def unfitting(family: str) -> dict:
+    """Pixels of one image where the tokens stand for two."""
+    return {**image_prompt(family, num_images=2), "pixel_values": image_prompt(family)["pixel_values"]}
+
+
+def test_rows_before_an_image_that_does_not_fit_are_given():
+    """A run gives them first and names the request; a call that gives all together raises at once."""
+    engine, good = engine_of("llava"), image_prompt("llava")
+    expected = engine.generate(good, **GREEDY).token_ids
+    requests = [good, stand.Request(unfitting("llava"), id="bad"), good]
+    for max_rows in (1, 3):
+        run, found = engine.run(requests, **GREEDY, max_rows=max_rows), []
+        with pytest.raises(MediaError, match="pixel_values must fit the prompt's tokens and LlavaFor") as error:
+            found.extend(one.token_ids for one in run)
+        assert found == expected and error.value.__notes__ == [
+            "request 1 of the run, counted from 0, with the id 'bad'"
+        ]
+    with pytest.raises(MediaError):
+        engine.generate([good, unfitting("llava")], **GREEDY)
+    assert engine.generate(good, **GREEDY).token_ids == expected
+
+
+def test_models_that_prepare_themselves_are_refused(monkeypatch):
+    model = image_model("llava")
+    monkeypatch.setattr(type(model), "generate", lambda self, **given: None)
+    with pytest.raises(UnsupportedModelError, match="need transformers' own generate, got LlavaFor.* with another one"):
+        check_media(model, *media_of("llava", image_prompt("llava")))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_masks_that_show_later_tokens_are_seen_by_themselves(family):
+    """PaliGemma's; in bfloat16 logits alone may not tell. Tokens of one image may see each other."""
+    token_ids, shown = media_of(family, image_prompt(family))
+    inputs = {"input_ids": torch.from_numpy(token_ids.astype(np.int64))[None], **shown.inputs, **shown.types}
+    assert looks_ahead(image_model(family), shown.text_start, **inputs) == (family == "paligemma")
+    if family.startswith("gemma"):  # control: were an image cut
+        assert looks_ahead(image_model(family), shown.text_start - 2, **inputs)
+
+
+def test_a_prompt_that_sees_itself_is_refused_for_either(monkeypatch):
+    """PaliGemma: every token of a prompt sees all of it, so that the last one cannot come by itself."""
+    case = image_model("paligemma"), *media_of("paligemma", image_prompt("paligemma"))
+    with pytest.raises(UnsupportedModelError, match="must see none that come in a later forward, got PaliGemma"):
+        check_media(*case)
+    monkeypatch.setattr(check, "looks_ahead", lambda *given, **inputs: False)
+    with pytest.raises(UnsupportedModelError, match="must have the logits of a plain forward"):
+        check_media(*case)
 
 
 def test_bfloat16():
@@ -253,13 +345,19 @@ def changed(**changes) -> dict:
         (lambda: {name: torch.cat([value, value]) for name, value in image_prompt("qwen3_vl").items()},
          "must be of one prompt where it shows something, got 2"),
         (lambda: changed(input_features=torch.zeros(1, 3)), "got input_features in the tokenizer's output"),
-        (lambda: changed(pixel_values="x"), "pixel_values must be an array of numbers, got str"),
+        (lambda: changed(pixel_values="x"), "pixel_values must be an array of numbers, got 'x'"),
         (lambda: changed(pixel_values=None, image_grid_thw=None), "got mm_token_type_ids in the tokenizer's output"),
     ],
 )  # fmt: skip
 def test_what_has_no_clear_meaning_is_refused(prompt, rule):
     with pytest.raises(ValueError, match=rule):
         engine_of("qwen3_vl").generate(prompt(), **GREEDY)
+
+
+def test_inputs_one_by_one_are_told_to_come_as_a_whole():
+    """As `model.generate` takes them."""
+    with pytest.raises(ValueError, match="got pixel_values, image_grid_thw, mm_token_type_ids beside them; pass what"):
+        engine_of("qwen3_vl").generate(**image_prompt("qwen3_vl"), **GREEDY)
 
 
 def test_padding_is_taken_off_with_its_types():
@@ -297,6 +395,44 @@ def test_chats_with_images():
     assert engine.generate(text, **GREEDY).token_ids == engine.generate("ABC@", **GREEDY).token_ids
 
 
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (
+            [{"type": "image", "image": None}, {"type": "video", "video": "x.mp4"}],
+            "leaves out contents of type 'video'",
+        ),
+        ([{"type": "document", "path": "x.pdf"}], "leaves out contents of type 'document'"),
+        ([{"type": "image", "image": None}, "ABC"], "must be a text or parts of text"),
+        ([], "must be a text or parts of text"),
+    ],
+)
+def test_parts_that_a_template_leaves_out_are_told(content, rule):
+    content = [{**part, "image": picture()} if "image" in part else part for part in content]
+    engine = stand.wrap(image_model("gemma3"), image_processor())
+    with pytest.raises(ValueError, match=rule):
+        engine.generate([{"role": "user", "content": content}], **GREEDY)
+    with pytest.raises(ValueError, match="every chat message must have a role"):
+        engine.generate([{"content": chat_about(picture())[0]["content"]}], **GREEDY)
+
+
+def test_messages_that_a_template_leaves_out_are_told():
+    processor = image_processor()
+    processor.chat_template = "{% set messages = messages[1:] %}" + processor.chat_template
+    engine = stand.wrap(image_model("gemma3"), processor)
+    with pytest.warns(UserWarning, match="leaves out message 0, of role 'system'"):
+        engine.generate([{"role": "system", "content": "DEF"}, *chat_about(picture())], **GREEDY)
+
+
+def test_chats_of_text_are_the_processors_too():
+    """Whose template may be another one than the tokenizer's, which may put a token of its own before a text."""
+    processor = image_processor()
+    processor.tokenizer.chat_template = "{{ 'Z' }}"
+    engine = stand.wrap(image_model("gemma3"), processor, drafter=stand.BlendedDrafter(budget=16))
+    chat = [{"role": "user", "content": "ABC"}]
+    assert engine.generate(chat, **GREEDY).token_ids == engine.generate("ABC@", **GREEDY).token_ids
+
+
 @pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     """With a tiny model in the place of the hub's."""
@@ -315,7 +451,7 @@ def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
 def test_a_chat_with_an_image_needs_a_processor():
     processor = image_processor()
     engine = stand.wrap(image_model("gemma3"), processor.tokenizer)
-    with pytest.raises(ValueError, match="needs the model's processor, got content of type 'image'"):
+    with pytest.raises(ValueError, match="needs the model's processor .*got content of type 'image'"):
         engine.generate(chat_about(picture()), **GREEDY)
     with pytest.raises(ValueError, match="a chat must be one that Gemma3Processor takes, got"):
         stand.wrap(image_model("gemma3"), processor).generate(chat_about("no_such_file.png"), **GREEDY)
@@ -329,6 +465,27 @@ def test_custom_generate_takes_images(family):
     assert tokens[0, prompt["input_ids"].shape[1] :].tolist() == generated(family, prompt)
 
 
+@pytest.mark.parametrize("family", SERVED)
+def test_custom_generate_takes_text_alone(family):
+    """`generate` may prepare several positions of a token."""
+    prompts = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]])
+    settings = {"attention_mask": (prompts > 0).long(), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    own, ours = (
+        image_model(family).generate(prompts, **settings, pad_token_id=0, **way)
+        for way in ({}, {"custom_generate": stand_generate})
+    )
+    assert torch.equal(own, ours)
+
+
+def test_custom_generate_takes_no_positions_beside_an_image():
+    prompt = image_prompt("llava")
+    places = torch.arange(prompt["input_ids"].shape[1])[None]
+    settings = {"max_new_tokens": 2, "do_sample": False, "custom_generate": stand_generate, "pad_token_id": 0}
+    image_model("llava").generate(**prompt, position_ids=places, **settings)
+    with pytest.raises(ValueError, match="position_ids must count a row's tokens from 0"):
+        image_model("llava").generate(**prompt, position_ids=places + 1, **settings)
+
+
 def test_custom_generate_takes_one_prompt_with_images():
     two = {name: torch.cat([value, value]) for name, value in image_prompt("llava").items()}
     with pytest.raises(ValueError, match="must be of one prompt where it shows something, got 2"):
@@ -336,4 +493,4 @@ def test_custom_generate_takes_one_prompt_with_images():
 
 
 def test_every_family_is_a_case():
-    assert len(SERVED) == len(CONFIGS) - 1 == 11 and p_value([50, 50], [50, 50]) > 0.99
+    assert len(SERVED) == len(CONFIGS) - 1 == 12 and p_value([50, 50], [50, 50]) > 0.99

@@ -9,7 +9,8 @@ from transformers import BatchEncoding
 
 import stand
 from stand.stats import Stats
-from stand.texts.prompts import PromptReader, chat_text
+from stand.texts.chats import chat_text
+from stand.texts.prompts import PromptReader
 
 TEMPLATE = "{% for message in messages %}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 LONG, SHORT = [5, 9, 11, 4], [8, 30]

@@ -122,6 +122,21 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             "image_token_id": IMAGE, "image_token_index": IMAGE, "vocab_size": VOCABULARY_SIZE,
         },
     ),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoeConfig",
+        {
+            "text_config": {
+                **QWEN_TEXT, "rope_parameters": {**SECTIONS, "mrope_section": [3, 3, 2]}, "moe_k": 2,
+                "moe_intermediate_size": [24, 24], "moe_num_experts": 4, "moe_num_shared_experts": 1,
+                "mlp_layer_types": ["dense", *["sparse"] * 3],
+            },
+            "vision_config": {
+                "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4,
+                "spatial_merge_size": 2, "temporal_merge_size": 2,
+            },
+            "image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START, "image_end_token_id": END,
+        },
+    ),
     "gemma4": (
         "Gemma4Config",
         {
@@ -177,10 +192,11 @@ def image_prompt(
     def pixels(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"):
+    if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "ernie4_5_vl_moe"):
         frames, height, width = GRID
+        numbers = 3 * 4 * 4 * (1 if family == "ernie4_5_vl_moe" else 2)  # of a patch of one frame, or of two
         grids = torch.tensor([GRID] * num_images)
-        shown = {"pixel_values": pixels(num_images * frames * height * width, 3 * 2 * 4 * 4), "image_grid_thw": grids}
+        shown = {"pixel_values": pixels(num_images * frames * height * width, numbers), "image_grid_thw": grids}
         num_tokens = frames * height * width // 4
     elif family == "smolvlm":
         shown = {
@@ -205,8 +221,10 @@ def image_prompt(
     types = (token_ids == IMAGE).long()
     if family in ("gemma3", "paligemma"):
         shown["token_type_ids"] = types
-    elif family.startswith(("qwen", "glm", "gemma4")):
+    elif family.startswith(("qwen", "glm", "gemma4", "ernie")):
         shown["mm_token_type_ids"] = types
+    if family == "ernie4_5_vl_moe":
+        shown["moe_mm_token_type_ids"] = torch.isin(token_ids, torch.tensor([IMAGE, START, END])).long()
     return {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), **shown}
 
 

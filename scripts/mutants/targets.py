@@ -165,6 +165,11 @@ TARGETS = (
         ),
     ),
     Target(
+        "media",
+        ("stand/media/*.py", "stand/texts/chats.py", "stand/forward/window_check.py"),
+        _tests("engine", "images", "prompts", "multimodal_models"),
+    ),
+    Target(
         "devices",
         ("stand/forward/devices.py", "stand/forward/cache/key_shape.py"),
         _tests("engine", "devices", "key_shape"),

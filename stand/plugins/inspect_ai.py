@@ -115,7 +115,7 @@ class RequestBatches:
 
     def _answers(self, chats: list[Chat], settings: Mapping) -> list[dict]:
         # Here, because it loads torch, and inspect imports this module to list providers.
-        from stand.texts.prompts import chat_text
+        from stand.texts.chats import chat_text
 
         tokenizer = self.engine.tokenizer
         prompts = [tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"] for chat in chats]

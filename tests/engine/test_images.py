@@ -318,6 +318,12 @@ def test_a_prompt_that_sees_itself_is_refused_for_either(monkeypatch):
         check_media(*case)
 
 
+def test_layers_that_hand_on_what_they_were_not_given_are_fused_whole():
+    """Qwen3-VL's layers tell their attention `use_cache`, which its model does not tell them."""
+    report = engine_of("qwen3_vl").backend.fusion.report
+    assert "additions joined with norms" in {swap.kind for swap in report if swap.is_kept}
+
+
 def test_bfloat16():
     model = copy.deepcopy(image_model("qwen3_vl")).to(torch.bfloat16)
     output = stand.wrap(model, drafter=stand.BlendedDrafter(budget=16)).generate(image_prompt("qwen3_vl"), **GREEDY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from stand.fusion.forwards.norm import FusedNorm
 
 PARTS = ("input_layernorm", "post_attention_layernorm", "mlp")
 ATTENTION, RECURRENT = "self_attn", "linear_attn"
+HANDED_ON = ("use_cache",)  # to the attention, also where the layer was not given it (Qwen3-VL)
 OF_POSITIONS = ("position_embeddings", "position_ids")  # which a layer hands to its attention alone
 
 
@@ -22,12 +25,14 @@ class FusedLayer:
 
     def __init__(self, module: nn.Module, inner: FusedNorm, following: FusedNorm | None):
         self.module, self.inner, self.following = module, inner, following
+        own = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+        self._handed_on = {name: own[name].default for name in HANDED_ON if name in own}
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
         module = self.module
         states = module.input_layernorm(hidden_states)
         if hasattr(module, ATTENTION):
-            mixed, *_ = module.self_attn(hidden_states=states, **kwargs)
+            mixed, *_ = module.self_attn(hidden_states=states, **{**self._handed_on, **kwargs})
         else:
             rest = {name: value for name, value in kwargs.items() if name not in OF_POSITIONS}
             mixed = module.linear_attn(hidden_states=states, **rest)

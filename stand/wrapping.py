@@ -133,10 +133,9 @@ def _fingerprint_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
         return by_size
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in ("get_vocab", "batch_decode")):
         raise ValueError(
-            f"tokenizer must be one of transformers', or a processor, got {type(tokenizer).__name__} "
-            f"({tokenizer!r:.80}); pass AutoTokenizer.from_pretrained(...) or AutoProcessor's, "
-            "PreTrainedTokenizerFast(tokenizer_object=...) for a Tokenizer of tokenizers, or leave it out and pass "
-            "token ids"
+            f"tokenizer must be one of transformers', got {type(tokenizer).__name__} ({tokenizer!r:.80}); pass "
+            "AutoTokenizer.from_pretrained(...), a processor, PreTrainedTokenizerFast(tokenizer_object=...) for a "
+            "Tokenizer of tokenizers, or leave it out and pass token ids"
         )
     lookup = drafter.lookup if isinstance(drafter, LookupDrafter) else None
     if lookup is not None and lookup.fingerprint == by_size:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import triton
 
 from specimens.specimen import Specimen
-from stand.fusion.formulas import GELU_ERF, GELU_TANH, NO_NORM, ONE_PLUS, ROUND_FIRST, SCALE_FIRST, SILU
+from stand.fusion.formulas import (
+    GELU_ERF,
+    GELU_TANH,
+    HALVES,
+    NO_NORM,
+    ONE_PLUS,
+    PAIRS,
+    ROUND_FIRST,
+    SCALE_FIRST,
+    SILU,
+)
 from stand.gpu.kernels import norm, product, rope, rotate, swiglu
 from stand.gpu.kernels.recurrent import gated_norm
 from stand.gpu.tuning.product_tiles import MOST_TOKENS, TILES, ProductTile
@@ -59,8 +69,8 @@ def of_gated_norm() -> list[Specimen]:
 
 
 def of_rope() -> list[Specimen]:
-    """Qwen2.5-7B, Qwen3-8B, Llama-3.1-8B, Phi-3 mini, Gemma 3, gpt-oss and Gemma 4: heads, key heads, size, norm, and
-    whether of values too."""
+    """Qwen2.5-7B, Qwen3-8B, Llama-3.1-8B, Phi-3 mini, Gemma 3, gpt-oss, Gemma 4 and GLM-4-9B: heads, key heads, size,
+    norm, whether of values too, and which components turn together."""
     return [
         _rope_specimen(28, 4, 128, "bf16", NO_NORM),
         _rope_specimen(28, 4, 128, "fp16", NO_NORM),
@@ -71,16 +81,19 @@ def of_rope() -> list[Specimen]:
         _rope_specimen(8, 4, 256, "bf16", ONE_PLUS),
         _rope_specimen(64, 8, 64, "bf16", NO_NORM),
         _rope_specimen(32, 4, 512, "bf16", SCALE_FIRST, of_values=True),
+        _rope_specimen(32, 2, 128, "bf16", NO_NORM, pairing=PAIRS),
     ]
 
 
-def _rope_specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int, *, of_values: bool = False) -> Specimen:
+def _rope_specimen(
+    heads: int, kv_heads: int, size: int, dtype: str, rule: int, *, of_values: bool = False, pairing: int = HALVES
+) -> Specimen:
     pointers = "query key value cos sin keys values".split()
     outputs = "query_weight key_weight value_weight output".split()
     strides = "query_stride key_stride value_stride cos_stride sin_stride second".split()
     places = "row_stride head_stride slot_stride room".split()
     return Specimen(
-        name=f"rope_and_store {heads}/{kv_heads} heads of {size} {dtype} norm {rule}",
+        name=f"rope_and_store {heads}/{kv_heads} heads of {size} {dtype} norm {rule}{' pairs' if pairing else ''}",
         kernel=rope._rope_and_store,
         signature={
             **dict.fromkeys(pointers, f"*{dtype}"),
@@ -94,6 +107,7 @@ def _rope_specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int, 
             "KV_HEADS": kv_heads,
             "SIZE": size,
             "HALF": size // 2,
+            "PAIRING": pairing,
             "RULE": rule,
             "VALUE_RULE": rule if of_values else NO_NORM,
             "BLOCK": triton.next_power_of_2(size),

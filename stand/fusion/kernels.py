@@ -10,6 +10,7 @@ from torch import nn
 
 from stand.forward.few_tokens.linear_layers import outputs
 from stand.forward.recurrent.tree_scan import Scan
+from stand.fusion.formulas import HALVES, PAIRINGS
 from stand.fusion.forwards.merged_linear import is_bare
 
 Kernel = Callable[..., torch.Tensor]
@@ -20,6 +21,7 @@ class Kernels(NamedTuple):
     the last three of these are for GPUs alone, and so is `chain_scan` of `stand.gpu.kernel_scan`.
 
     calls_forwards: whether plain linear layers are run by their forwards, past what a module does around it.
+    pairings: of `formulas.PAIRINGS`, which `rope_and_store` knows.
     """
 
     rms_norm: Kernel
@@ -33,6 +35,7 @@ class Kernels(NamedTuple):
     sigmoid_route: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     chain_scan: Callable[..., Scan] | None = None
     calls_forwards: bool = False
+    pairings: tuple[int, ...] = (HALVES,)
 
     def linear(self, module: nn.Module, name: str, states: torch.Tensor, direct: frozenset[nn.Module]) -> torch.Tensor:
         """What the child `name` of `module` makes of the states; by its forward where it is one of `direct`."""
@@ -65,7 +68,8 @@ def triton_kernels() -> Kernels:
     from stand.gpu.kernels.swiglu import gated_product
 
     every_day = rms_norm, add_rms_norm, gated_product, rope_and_store, mixed_experts
-    return Kernels(*every_day, gated_rms_norm, rotate_pair, softmax_route, sigmoid_route, chain_scan)
+    others = gated_rms_norm, rotate_pair, softmax_route, sigmoid_route, chain_scan
+    return Kernels(*every_day, *others, pairings=PAIRINGS)
 
 
 def cpu_kernels() -> Kernels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stand.fusion.formulas import NO_NORM, RULES
+from stand.fusion.formulas import HALVES, NO_NORM, PAIRED_COLUMNS, RULES
 
 
 def check_heads(
@@ -46,7 +46,9 @@ def check_heads(
         )
 
 
-def check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
+def check_rotation(
+    query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int, pairing: int = HALVES
+) -> None:
     """Raises ValueError where the factors do not fit the query; with `rotary` 0 they are not looked at."""
     if rotary == 0:
         return
@@ -55,10 +57,11 @@ def check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ro
         raise ValueError(
             f"rotary must be even and at most the head size {size}, got {rotary}; use 0 for heads that do not turn"
         )
-    if cos.shape != sin.shape or cos.shape[0] != tokens or cos.shape[1] not in (rotary, rotary // 2):
+    widths = (rotary,) if pairing == PAIRED_COLUMNS else (rotary, rotary // 2)
+    if cos.shape != sin.shape or cos.shape[0] != tokens or cos.shape[1] not in widths:
         raise ValueError(
-            f"cos and sin must be [{tokens}, {rotary}] or half as wide, got {tuple(cos.shape)} and {tuple(sin.shape)}; "
-            "give every token its factors"
+            f"cos and sin must be [{tokens}, {' or '.join(map(str, widths))}], got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}; give every token its factors"
         )
     if cos.dtype != query.dtype or sin.dtype != query.dtype or cos.stride(1) != 1 or sin.stride(1) != 1:
         raise ValueError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
+from stand.fusion.formulas import GATE_ORDERS, HALVES, NO_NORM, RULES
 from stand.fusion.forwards.attention import (
     AttentionSettings,
     FusedAttention,
@@ -238,7 +238,8 @@ class Trial:
         return True
 
     def _attention_settings(self, module: nn.Module) -> tuple[list[AttentionSettings], str]:
-        """Candidates: tables as wide as the part that turns, or half as wide, or a layer without positions."""
+        """Candidates: tables as wide as the part that turns, or half as wide, components paired in any way that the
+        kernels know, or a layer without positions."""
         refusal = self._untried(module)
         if refusal:
             return [], refusal
@@ -261,9 +262,11 @@ class Trial:
         parameters = {name: names[id(value)] for name, value in own.constants.items() if id(value) in names}
         constants = {name: value for name, value in own.constants.items() if name not in parameters}
         width = tables[0].shape[-1]
-        rotaries = [rotary for rotary in (width, 2 * width, 0) if rotary <= module.head_dim]
-        is_gated = may_be_gated(module)
-        return [AttentionSettings(constants, parameters, rotary, rule, is_gated) for rotary in rotaries], ""
+        turns = [(rotary, HALVES) for rotary in (width, 2 * width, 0) if rotary <= module.head_dim]
+        turns += [(width, pairing) for pairing in self.kernels.pairings if pairing != HALVES]
+        given = constants, parameters
+        settings = {"rule": rule, "is_gated": may_be_gated(module)}
+        return [AttentionSettings(*given, rotary, **settings, pairing=pairing) for rotary, pairing in turns], ""
 
     def _best(
         self,

@@ -15,8 +15,10 @@ from fake_cuda import fake_cuda
 from nearest_bfloat16 import nearest_bfloat16
 from specimens.registry import SPECIMENS
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.cohere import modeling_cohere
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4 import modeling_glm4
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -30,6 +32,8 @@ from stand.fusion.formulas import (
     NO_NORM,
     NORM_FIRST,
     ONE_PLUS,
+    PAIRED_COLUMNS,
+    PAIRS,
     ROUND_FIRST,
     SCALE_FIRST,
     SILU,
@@ -261,6 +265,38 @@ def test_rope_tables_of_half_width():
     got = rope_and_store(query, key, value, cos, sin, keys, values, SLOTS, 8, None, None, 0.0, NO_NORM)
     assert_near(got, turned[0])
     assert_near(keys, stored(turned[1], torch.zeros_like(keys)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "rotary", "rule"), [(8, 8, NO_NORM), (12, 8, NO_NORM), (8, 4, SCALE_FIRST)])
+@pytest.mark.parametrize("pairing", [PAIRS, PAIRED_COLUMNS])
+def test_components_side_by_side(pairing, size, rotary, rule, dtype):
+    """GLM-4's own function, and Cohere's on the part that turns."""
+    torch.manual_seed(size + rotary)
+    query, key, value = packed_heads(3, 2, size, dtype)
+    cos, sin = angles(rotary, dtype)
+    weights, normed = (None, None), (query, key)
+    if rule != NO_NORM:
+        modules = norm_module(rule, size, dtype), norm_module(rule, size, dtype)
+        weights = tuple(module.weight.detach() for module in modules)
+        with torch.no_grad():
+            normed = tuple(module(states) for module, states in zip(modules, (query, key), strict=True))
+    if pairing == PAIRS:
+        turned = modeling_glm4.apply_rotary_pos_emb(*normed, cos, sin)
+    else:
+        cos, sin = (table[:, : rotary // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
+        parts = modeling_cohere.apply_rotary_pos_emb(*(states[..., :rotary] for states in normed), cos, sin)
+        turned = [torch.cat([part, whole[..., rotary:]], dim=-1) for part, whole in zip(parts, normed, strict=True)]
+    keys, values = torch.zeros(2, 3, 2, ROOM, size, dtype=dtype).unbind(0)
+    given = query, key, value, cos, sin, keys, values, SLOTS, rotary, *weights, 1e-6, rule
+    got = rope_and_store(*given, None, pairing)
+    if pairing == PAIRED_COLUMNS and dtype != torch.float32:  # Cohere rounds once
+        assert torch.allclose(got.float(), turned[0].float(), atol=0.03)
+    else:
+        assert_near(got, turned[0])
+        assert_near(keys, stored(turned[1], torch.zeros_like(keys)))
+    assert torch.equal(values, stored(value, torch.zeros_like(values)))
+    assert not torch.allclose(rope_and_store(*given).float(), turned[0].float(), atol=0.1)  # control: halves
 
 
 def test_cache_rows_of_their_own_stride():

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stand.forward.cache.cache_argument import cache_argument
-from stand.fusion.formulas import NO_NORM, ONE_PLUS
+from stand.fusion.formulas import HALVES, NO_NORM, ONE_PLUS
 from stand.fusion.forwards.merged_linear import MergedLinear
 from stand.fusion.forwards.norm import norm_epsilon
 from stand.fusion.kernels import Kernels
@@ -26,6 +26,7 @@ class AttentionSettings:
     rotary: leading components of a head that turn, 0 for a layer without positions.
     rule: how q_norm and k_norm scale, or NO_NORM.
     is_gated: behind every head's query q_proj has as many gates, whose sigmoid scales what the head mixes.
+    pairing: which components turn together, one of `formulas.PAIRINGS`.
     """
 
     constants: Mapping[str, object]
@@ -33,6 +34,7 @@ class AttentionSettings:
     rotary: int
     rule: int = NO_NORM
     is_gated: bool = False
+    pairing: int = HALVES
 
 
 class FusedAttention:
@@ -101,8 +103,9 @@ class FusedAttention:
         if rule != NO_NORM:
             weights, epsilon = (module.q_norm.weight, module.k_norm.weight), norm_epsilon(module.q_norm)
             of_values = self._value_weight()
+        pairing = () if self.settings.pairing == HALVES else (self.settings.pairing,)
         query = self.kernels.rope_and_store(
-            *parts, cos, sin, keys, values, slots, self.settings.rotary, *weights, epsilon, rule, of_values
+            *parts, cos, sin, keys, values, slots, self.settings.rotary, *weights, epsilon, rule, of_values, *pairing
         )
         return query.transpose(0, 1).unsqueeze(0), gates
 

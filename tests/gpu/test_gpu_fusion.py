@@ -5,13 +5,14 @@ from functools import lru_cache
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda, mirrored, onto_fake_device
 from nearest_bfloat16 import nearest_bfloat16
 from page_tables import alike
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, SHAPE
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,7 @@ from stand.fusion.forwards import merged_linear
 from stand.fusion.forwards.norm import FusedNorm
 from stand.fusion.fusion import fuse
 from stand.fusion.kernels import triton_kernels
+from stand.fusion.on_cpu import fuse_on_cpu
 from stand.gpu.device_cache import DeviceCache
 
 NAME = "stand_test_dense"
@@ -149,6 +151,22 @@ def test_fused_logits_and_cache_equal_the_models_own(family):
     assert relative_error(logits, own_logits) <= 1e-5
     assert relative_error(storage, own_storage) <= 1e-5
     assert torch.equal(packed_forwards(model)[0], own_logits)  # outside nothing is swapped
+
+
+@pytest.mark.parametrize("family", ["Glm4", "Cohere2", "Ernie4_5"])
+def test_heads_whose_pairs_lie_side_by_side_are_fused(family):
+    """Each with columns of cos and sin in another order. A CPU's kernels know halves alone."""
+    settings = {**SHAPE, "head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**settings)).eval()
+    own_logits, own_storage = packed_forwards(model)
+    fusion = fuse(model)
+    assert kept(fusion)[ATTENTION] == 2
+    with fusion.active():
+        logits, storage = packed_forwards(model)
+    assert relative_error(logits, own_logits) <= 1e-5
+    assert relative_error(storage, own_storage) <= 1e-5
+    assert all(swap.is_kept == (swap.kind != ATTENTION) for swap in fuse_on_cpu(model).report)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

@@ -7,12 +7,14 @@ a module, sets an adapter or adds a hook between two calls must be seen before t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
 from stand.forward.few_tokens.product import ORDINARY
 from stand.forward.module_code import PLAIN, code_of
@@ -30,6 +32,27 @@ def foreign_hook(model: nn.Module) -> str | None:
         if not (getattr(hook, "__module__", None) or "").startswith(OWN_HOOKS):
             return getattr(hook, "__qualname__", type(hook).__name__)
     return None
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Behind it tensors that are plain attributes of a model's parts are those of before: forwards may note something,
+    as where rotary positions of their text go on (`rope_deltas`)."""
+    parts = [part for part in modules_of(model) if isinstance(part, PreTrainedModel)]
+    before = [(vars(part), dict(_noted(vars(part)))) for part in parts]
+    try:
+        yield
+    finally:
+        for attributes, noted in before:
+            for name in [name for name, _ in _noted(attributes) if name not in noted]:
+                del attributes[name]
+            attributes.update(noted)
+
+
+def _noted(attributes: dict[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in attributes.items():
+        if value is None or isinstance(value, torch.Tensor):
+            yield name, value
 
 
 class ModelState:

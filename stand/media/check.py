@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device
 from stand.forward.model import moving_ropes, prefill_chunk, run_plan, text_config
+from stand.forward.model_state import unchanged
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import (
     CHECK_PARENTS,
@@ -25,7 +26,6 @@ from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.window_check import looks_ahead
 from stand.media.first_forward import prefill_media, refuse_midst
 from stand.media.media import Media, misfits_refused
-from stand.media.unchanged import unchanged
 from stand.trees import DraftBatch
 
 LEAF = 6  # of the check's tree: its path is compared, what lies beside it must not be seen
@@ -33,10 +33,9 @@ _CHECKED: WeakKeyDictionary[PreTrainedModel, set[tuple[str, ...]]] = WeakKeyDict
 
 
 def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> None:
-    """The first prompt of a kind of `media`, int32 [L], before it is served: the engine's own way, a prefill and a
-    small tree behind it, must give the logits of a plain forward over prompt and path.
-
-    Raises UnsupportedModelError where it does not, as where tokens before an answer see those behind them (PaliGemma).
+    """Of the first prompt of a kind, int32 [L], a prefill and a small tree behind it must give the logits of a plain
+    forward over prompt and path, and no token may see what comes later (PaliGemma). Raises UnsupportedModelError where
+    it is not so.
     """
     kinds = _CHECKED.setdefault(model, set())
     if media.kind in kinds:

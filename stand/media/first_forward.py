@@ -10,12 +10,12 @@ from transformers.cache_utils import Cache
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device
+from stand.forward.model_state import unchanged
 from stand.forward.packed_plan import StepPlan, running
 from stand.forward.recurrent.layers import recurrent_forwards
 from stand.forward.recurrent.tree_scan import TreeScan
 from stand.forward.tree_attention import is_swapped
 from stand.media.media import Media, MediaError, misfits_refused
-from stand.media.unchanged import unchanged
 
 
 class _EmptyCache(Cache):

@@ -1,8 +1,5 @@
-"""Images, videos and sound of a prompt, as the model's processor gives them: inputs of its first forward.
-
-Which inputs these are is read from the model's class, and where its tokens lie then is asked of it, as transformers'
-`generate` does.
-"""
+"""Images, videos and sound of a prompt, as the model's processor gives them: inputs of its first forward. Where tokens
+lie beside them is asked of the model, as `generate` does."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.devices import input_device
-from stand.media.unchanged import unchanged
+from stand.forward.model_state import unchanged
 
 # [1, L]: of every token what it stands for, 0 for text
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")

@@ -46,8 +46,8 @@ def drafts(lookup):
 @pytest.mark.parametrize("lookup", [taught(), LookupTree(), taught(min_rate=0.0, orders=(2,), num_candidates=10)])
 def test_round_trip(tmp_path, lookup):
     path = tmp_path / "run.lookup"
-    lookup.save(path)
-    again = LookupTree.load(path)
+    lookup.save(path=path)
+    again = LookupTree.load(path=path)
     for name in ("orders", "num_candidates", "min_rate", "fingerprint"):
         assert getattr(again, name) == getattr(lookup, name)
     assert len(again) == len(lookup)
@@ -427,7 +427,7 @@ def test_ids_far_apart_are_written(far, tmp_path):
 @pytest.mark.parametrize("kind", [LookupTree, BlendedLookup])
 def test_a_file_that_is_cut_off_is_damaged(tmp_path, kind):
     path = tmp_path / "cut"
-    kind().save(path)
+    kind().save(path=path)
     content = path.read_bytes()
     for size in (8, 15, 16, 40):
         path.write_bytes(content[:size])

@@ -6,6 +6,7 @@ outcome.h, snapshot.h, and the headers that these include. This file checks argu
 """
 
 cimport numpy as cnp
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 from libcpp cimport bool as bool_t
@@ -357,6 +358,7 @@ cdef class BlendedLookup:
         """Raise RuntimeError where an invariant of the lookup is broken; for tests."""
         check_sound(self._lookup[0])
 
+    @cython.always_allow_keywords(True)
     def save(self, path):
         """Write to a file: atomic, an existing file stays whole until the new one is complete. Raises OSError.
 

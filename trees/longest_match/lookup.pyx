@@ -6,6 +6,7 @@ This file checks arguments and owns memory.
 """
 
 cimport numpy as cnp
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
@@ -270,6 +271,7 @@ cdef class LookupTree:
             draft_rows(self._lookup[0], shape_views, requests, sink)
         return batch_of(arrays, sink.num_nodes, len(histories), adapted=kind != "coupled")
 
+    @cython.always_allow_keywords(True)
     def save(self, path):
         """Write to a file: atomic, an existing file stays whole until the new one is complete. Raises OSError."""
         cdef LookupTree snapshot = self.copy()

@@ -337,7 +337,7 @@ def refused():
         "the cache must be": rope(slots=SLOTS.int()),
         "one layout": rope(values=values.transpose(0, 2).contiguous().transpose(0, 2)),
         "must be even": rope(rotary=7),
-        "half as wide": rope(cos=cos[:, :3], sin=sin[:, :3]),
+        r"must be \[5, 8 or 4\]": rope(cos=cos[:, :3], sin=sin[:, :3]),
         "weights need a rule": rope(query_weight=w),
         "needs contiguous weights": rope(rule=0, query_weight=w, key_weight=w[:4]),
         "or one of": rope(rule=7),

@@ -129,7 +129,7 @@ def window_disagreement(model: PreTrainedModel) -> str | None:
 
 
 @torch.inference_mode()
-def looks_ahead(model: PreTrainedModel, start: int, **inputs: torch.Tensor) -> bool:
+def looks_ahead(model: PreTrainedModel, start: int, **inputs: object) -> bool:
     """Whether a token of a prompt sees one that comes in a later forward, where its first `start` tokens are run by
     one forward and the others one by one. inputs: of the model's forward, among them input_ids [1, L]."""
     layers = set(modules_of(model.get_decoder()))

@@ -55,7 +55,8 @@ def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> 
     with exclusive(model), torch.autocast(input_device(model).type, enabled=False):
         difference = media_difference(model, token_ids, media)
         with failures_refused(name, "make its masks by transformers' functions"), unchanged(model):
-            is_ahead = looks_ahead(model, media.text_start, **_ids_of(token_ids, model), **media.inputs, **media.types)
+            inputs = {**_asked(model, token_ids, 1), **media.inputs, **media.types}
+            is_ahead = looks_ahead(model, media.text_start, **inputs)
     if is_ahead:
         raise UnsupportedModelError(
             f"tokens of a prompt must see none that come in a later forward, got {name} with "
@@ -78,25 +79,28 @@ def media_difference(model: PreTrainedModel, token_ids: np.ndarray, media: Media
     """
     tree = DraftBatch.concatenate([check_tree(_tokens_of_text(model, token_ids[-1]))])
     path = path_to(LEAF)
-    expected = _plain_logits(model, np.concatenate([token_ids[:-1], tree.token_ids[path]]), media)[-len(path) :]
+    text = np.concatenate([token_ids[:-1], tree.token_ids[path]])
+    expected = _last_logits(model, text, media, len(path))
     way = f"take {', '.join(media.inputs)} in one forward over this project's cache"
     with failures_refused(type(model).__name__, way):
         return relative_difference(_tree_logits(model, token_ids, media, tree)[path], expected)
 
 
-def _plain_logits(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> torch.Tensor:
-    """[L, V] float32 of one forward over the prompt and what follows."""
+def _last_logits(model: PreTrainedModel, token_ids: np.ndarray, media: Media, count: int) -> torch.Tensor:
+    """[count, V] float32 of the last tokens of one forward over the prompt and what follows."""
     types = {
         name: torch.nn.functional.pad(kinds, (0, len(token_ids) - kinds.shape[1]))
         for name, kinds in media.types.items()
     }
     with misfits_refused(model, media.inputs), unchanged(model):
-        return model(**_ids_of(token_ids, model), use_cache=False, **media.inputs, **types).logits[0].float()
+        output = model(**_asked(model, token_ids, count), **media.inputs, **types, use_cache=False)
+        return output.logits[0].float()
 
 
-def _ids_of(token_ids: np.ndarray, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _asked(model: PreTrainedModel, token_ids: np.ndarray, count: int) -> dict[str, object]:
+    """The logits of the last `count` tokens: of all of them they may be gigabytes."""
     ids = torch.from_numpy(token_ids.astype(np.int64)).to(input_device(model))[None]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": count}
 
 
 def _tree_logits(model: PreTrainedModel, token_ids: np.ndarray, media: Media, tree: DraftBatch) -> torch.Tensor:
@@ -113,7 +117,7 @@ def _tree_logits(model: PreTrainedModel, token_ids: np.ndarray, media: Media, tr
 def _tokens_of_text(model: PreTrainedModel, last: int) -> np.ndarray:
     """int32 of the check's nodes: `last` at the root, then tokens that stand for nothing that is shown."""
     named = {**vars(model.config), **vars(text_config(model))}
-    special = {value for name, value in named.items() if name.endswith(("token_id", "token_index"))}
+    special = [value for name, value in named.items() if name.endswith(("token_id", "token_index"))]
     tokens = [token for token in range(text_config(model).vocab_size) if token not in special]
     drawn = np.random.default_rng(0).choice(tokens, len(CHECK_PARENTS) - 1)
     return np.array([last, *drawn], dtype=np.int32)

@@ -27,6 +27,14 @@ class MediaError(ValueError):
     """What a prompt shows does not fit its tokens, or the model."""
 
 
+class _NoTextError(MediaError):
+    def __init__(self) -> None:
+        super().__init__(
+            "a prompt must end with a token of text, got one of what it shows; apply the chat template with "
+            "add_generation_prompt=True"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Media:
     """What one prompt of L tokens shows."""
@@ -50,15 +58,14 @@ class Media:
         types = {name: arrays[name] for name in TYPES if name in arrays}
         start = _text_start(model, token_ids, types)
         if start == len(token_ids):
-            raise MediaError(
-                "a prompt must end with a token of text, got one of what it shows; apply the chat template with "
-                "add_generation_prompt=True"
-            )
+            raise _NoTextError()
         with misfits_refused(model, shown), unchanged(model):
             asked = {"attention_mask": torch.ones_like(ids), **arrays}
             positions = model._prepare_position_ids_for_generation(ids, asked)
         rotary = positions[-3:] if positions.dim() == 3 else positions  # of four the first are places in the text
         offsets = rotary.reshape(-1, len(token_ids)) - torch.arange(len(token_ids), device=ids.device)
+        if len(offsets[:, -1].unique()) > 1:
+            raise _NoTextError()
         if len(offsets[:, start:].unique()) > 1:  # then all is taken for what is shown
             start = len(token_ids) - 1
         named = {name: tensor[:, :start] if name in TYPES else tensor for name, tensor in arrays.items()}

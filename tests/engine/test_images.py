@@ -216,6 +216,23 @@ def test_a_kind_of_prompt_is_checked_once(monkeypatch):
     assert len(calls) == 1
 
 
+def test_several_end_tokens_are_no_obstacle(monkeypatch):
+    """As Gemma 3's configuration has them."""
+    monkeypatch.setattr(image_model("gemma3").config, "eos_token_id", [2, 3], raising=False)
+    check_media(image_model("gemma3"), *media_of("gemma3", image_prompt("gemma3")))
+
+
+def test_the_check_asks_for_few_logits(monkeypatch):
+    """Of a long prompt they would take gigabytes."""
+    shapes, model = [], image_model("llava")
+    hook = model.get_output_embeddings().register_forward_hook(lambda module, given, out: shapes.append(out.shape[1]))
+    try:
+        check_media(model, *media_of("llava", image_prompt("llava", behind=(7,) * 300)))
+    finally:
+        hook.remove()
+    assert max(shapes) < 10 < 300
+
+
 def test_only_text_behind_an_image_is_learned(monkeypatch):
     learned, engine = [], engine_of("llava")
     monkeypatch.setattr(engine.drafter, "learn_prompt", lambda tokens, **given: learned.append(tokens.tolist()))

@@ -29,7 +29,7 @@ from stand.media.media import Media, misfits_refused
 from stand.trees import DraftBatch
 
 LEAF = 6  # of the check's tree: its path is compared, what lies beside it must not be seen
-_CHECKED: WeakKeyDictionary[PreTrainedModel, set[tuple[str, ...]]] = WeakKeyDictionary()  # kinds
+_CHECKED: WeakKeyDictionary[PreTrainedModel, set[frozenset[str]]] = WeakKeyDictionary()  # kinds: names of inputs
 
 
 def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> None:
@@ -37,8 +37,8 @@ def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> 
     forward over prompt and path, and no token may see what comes later (PaliGemma). Raises UnsupportedModelError where
     it is not so.
     """
-    kinds = _CHECKED.setdefault(model, set())
-    if media.kind in kinds:
+    kinds, kind = _CHECKED.setdefault(model, set()), frozenset({*media.inputs, *media.types})
+    if kind in kinds:
         return
     refuse_midst(model, media)
     name = type(model).__name__
@@ -68,7 +68,7 @@ def check_media(model: PreTrainedModel, token_ids: np.ndarray, media: Media) -> 
             f"a tree behind a prompt with {', '.join(media.inputs)} must have the logits of a plain forward (up to "
             f"rounding, {tolerance:g} of their spread), got {difference:.3g} from {name}; call model.generate for it"
         )
-    kinds.add(media.kind)
+    kinds.add(kind)
 
 
 @torch.inference_mode()

@@ -72,11 +72,6 @@ class Media:
         inputs = {name: _in_type(tensor, model) for name, tensor in arrays.items() if name not in TYPES}
         return cls(inputs, types, positions, int(offsets[-1, -1]), start, _digest(named))
 
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """What one check stands for: the names of the inputs."""
-        return *sorted(self.inputs), *sorted(self.types)
-
 
 def media_arguments(model: PreTrainedModel) -> frozenset[str]:
     """By which the model's forward takes what a prompt shows; nothing of a text model."""

@@ -109,7 +109,7 @@ OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
 
 OF_SCHEDULING: dict[str, dict[tuple[str | int, ...], str]] = {
     "prefilled.py": {
-        ("most = max(min(source.done, len(target.token_ids)), 0)", "0 -> 1"): "one token is no chunk",
+        ("most = max(min(source.done, len(target.token_ids)), 0)", "0 -> 1"): "one token is no piece",
     },
     "job_reader.py": {
         (
@@ -185,6 +185,11 @@ OF_NEIGHBOURS: dict[str, dict[tuple[str | int, ...], str]] = {
 _SAME_FILES = "if timed is not None and self._timed is not None and timed.path(1) == self._timed.path(1):"
 
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
+    (
+        "stand/media/check.py",
+        "drawn = np.random.default_rng(0).choice(tokens, len(CHECK_PARENTS) - 1)",
+        "0 -> 1",
+    ): "a tree of other tokens tells as much",
     (
         "stand/gpu/packets/packing.pyx",
         "cdef Py_ssize_t row, place, first, end = 0",

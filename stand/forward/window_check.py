@@ -122,7 +122,7 @@ def window_disagreement(model: PreTrainedModel) -> str | None:
             model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=input_device(model)), use_cache=False)
         for name, told, masked in probe.found:
             if told != masked:
-                return f"{name} is told of {told} keys, and its mask shows {masked if masked > 0 else 'others'}"
+                return f"{name} is told of {told} keys, and its mask shows {'others' if masked == OTHER else masked}"
     finally:
         del _running.probe
     return None

@@ -91,3 +91,10 @@ def test_a_window_beside_images_is_still_seen():
         assert "is told of 7 keys, and its mask shows 8" in window_check.window_disagreement(model)
     finally:
         attention.sliding_window += 1
+
+
+def test_what_is_no_window_is_told_from_one():
+    """By which keys the last token sees, not by how many."""
+    probe = window_check._Probe(10)
+    assert probe.number_of(lambda batch, head, query, key: key > query - 4) == 4
+    assert probe.number_of(lambda batch, head, query, key: key < 4) == window_check.OTHER

@@ -191,6 +191,11 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "0 -> 1",
     ): "a tree of other tokens tells as much",
     (
+        "stand/media/check.py",
+        "if not difference <= tolerance:",
+        "LtE -> Lt",
+    ): "a measured number that is exactly the bound",
+    (
         "stand/gpu/packets/packing.pyx",
         "cdef Py_ssize_t row, place, first, end = 0",
         "0 -> 1",

@@ -267,6 +267,28 @@ def test_numbers_about_what_is_shown_are_not_rounded():
     assert rounded.inputs["pixel_values_videos"].dtype == torch.bfloat16
 
 
+def test_positions_behind_an_image_decide_how_much_is_one_forward(monkeypatch):
+    """Where they do not count on, all but the last token; where they part at the end, no text follows."""
+    token_ids, shown = media_of("qwen3_vl", image_prompt("qwen3_vl"))
+    model, own = image_model("qwen3_vl"), shown.positions
+    given = {**shown.inputs, **shown.types}
+
+    def with_positions(positions: torch.Tensor) -> Media:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "_prepare_position_ids_for_generation", lambda *given: positions)
+            return Media.of(model, token_ids, given)
+
+    assert with_positions(own).text_start == shown.text_start < len(token_ids) - 1
+    jump = own.clone()
+    jump[..., -2:] += 5
+    moved = with_positions(jump)
+    assert (moved.text_start, moved.rotary_offset) == (len(token_ids) - 1, shown.rotary_offset + 5)
+    parted = own.clone()
+    parted[1, 0, -1] += 1
+    with pytest.raises(MediaError, match="must end with a token of text"):
+        with_positions(parted)
+
+
 def test_what_is_shown_is_copied():
     """The first forward runs when the stream is asked for its first piece."""
     processor, prompt = image_processor(), image_prompt("gemma3")

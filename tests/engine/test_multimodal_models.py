@@ -98,3 +98,14 @@ def test_what_is_no_window_is_told_from_one():
     probe = window_check._Probe(10)
     assert probe.number_of(lambda batch, head, query, key: key > query - 4) == 4
     assert probe.number_of(lambda batch, head, query, key: key < 4) == window_check.OTHER
+
+
+def test_tables_are_read_beyond_their_end_by_several_places_alone():
+    with window_check._LastEntryStands():
+        assert torch.arange(4)[(torch.tensor([1, 9]),)].tolist() == [1, 3]
+        assert torch.arange(4)[torch.tensor([2, 3])].tolist() == [2, 3]
+
+
+def test_a_model_that_does_not_say_how_long_texts_may_be(monkeypatch):
+    monkeypatch.setattr(window_check, "max_positions", lambda model: None)
+    assert window_check.window_disagreement(outer_model("gemma3")) is None

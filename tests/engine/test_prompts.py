@@ -133,6 +133,7 @@ def test_an_answer_in_parts_goes_on():
         ("{{ 'a' + thinking }}", {"content": TEXT}, "got UndefinedError: 'thinking' is undefined; .*options"),
         ("{% for", {"content": TEXT}, "got TemplateSyntaxError: .*; change the chat"),
         ("{{ 1 / 0 }}", {"content": [PART]}, "got ZeroDivisionError: .*; change the chat"),
+        ("{{ 'a'.index('b') }}", {"content": TEXT}, "got ValueError: substring not found; change the chat"),
     ],
 )
 def test_chats_that_a_template_does_not_take_are_refused(template, message, rule):

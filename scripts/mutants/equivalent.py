@@ -190,6 +190,14 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "drawn = np.random.default_rng(0).choice(tokens, len(CHECK_PARENTS) - 1)",
         "0 -> 1",
     ): "a tree of other tokens tells as much",
+    **{
+        (
+            "stand/media/check.py",
+            "tree = DraftBatch.concatenate([check_tree(_tokens_of_text(model, token_ids[-1]))])",
+            change,
+        ): "its root may be any token of text"
+        for change in ("drop USub", "1 -> 0")
+    },
     (
         "stand/media/check.py",
         "if not difference <= tolerance:",

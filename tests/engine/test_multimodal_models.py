@@ -104,6 +104,8 @@ def test_tables_are_read_beyond_their_end_by_several_places_alone():
     with window_check._LastEntryStands():
         assert torch.arange(4)[(torch.tensor([1, 9]),)].tolist() == [1, 3]
         assert torch.arange(4)[torch.tensor([2, 3])].tolist() == [2, 3]
+        assert torch.arange(4)[(slice(2, 9),)].tolist() == [2, 3]
+        assert torch.arange(2)[(torch.tensor([True, False]),)].tolist() == [0]
 
 
 def test_a_model_that_does_not_say_how_long_texts_may_be(monkeypatch):

@@ -190,6 +190,16 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "drawn = np.random.default_rng(0).choice(tokens, len(CHECK_PARENTS) - 1)",
         "0 -> 1",
     ): "a tree of other tokens tells as much",
+    (
+        "stand/media/check.py",
+        "cache = TreeCache(num_rows=1, room=len(token_ids) + DRAFT_ROOM)",
+        "Add -> Sub",
+    ): "a room grows where it must",
+    (
+        "stand/media/media.py",
+        "return cls(inputs, types, positions, int(offsets[-1, -1]), start, _digest(named))",
+        "1 -> 0 #2",
+    ): "all rows agree at the last token",
     **{
         (
             "stand/media/check.py",

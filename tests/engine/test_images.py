@@ -216,6 +216,11 @@ def test_a_kind_of_prompt_is_checked_once(monkeypatch):
     assert len(calls) == 1
 
 
+def test_the_tree_of_the_check_holds_tokens_of_text():
+    tokens = check._tokens_of_text(image_model("llava"), 7).tolist()
+    assert tokens[0] == 7 and {0, 1, 2, IMAGE}.isdisjoint(tokens) and len({*tokens}) > 4
+
+
 def test_several_end_tokens_are_no_obstacle(monkeypatch):
     """As Gemma 3's configuration has them."""
     monkeypatch.setattr(image_model("gemma3").config, "eos_token_id", [2, 3], raising=False)
@@ -472,6 +477,16 @@ def test_messages_that_a_template_leaves_out_are_told():
     engine = stand.wrap(image_model("gemma3"), processor)
     with pytest.warns(UserWarning, match="leaves out message 0, of role 'system'"):
         engine.generate([{"role": "system", "content": "DEF"}, *chat_about(picture())], **GREEDY)
+
+
+def test_an_answer_that_has_begun_goes_on():
+    processor = image_processor()
+    chat = [*chat_about(picture()), {"role": "assistant", "content": "DEF"}]
+    asked = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "continue_final_message": True}
+    expected = generated("gemma3", processor.apply_chat_template(chat, **asked))
+    engine = stand.wrap(image_model("gemma3"), processor, drafter=stand.BlendedDrafter(budget=16))
+    assert engine.generate(chat, **GREEDY).token_ids == [expected]
+    assert engine.generate(chat[:1], **GREEDY).token_ids != [expected]
 
 
 def test_chats_of_text_are_the_processors_too():

@@ -126,8 +126,7 @@ class Engine:
 
         max_rows, max_cache_bytes: as in `run`; a row that ends makes room for the next.
 
-        prompts: a text, a chat (a list of messages, with images where `wrap` was given a processor), or several; also
-        ids, as input_ids takes them.
+        prompts: a text, a chat (messages; with images where `wrap` was given a processor), several, or as input_ids.
         input_ids: a list, tensor or array of ids, one prompt or several, or a tokenizer's output with its mask; that of
         a processor, or a list of such, each of one prompt, with all that it shows (docs/images.md).
         attention_mask: 0 at padding, which is taken off. Without it the model's padding token is padding in tensors.

@@ -351,7 +351,6 @@ class Call:
 def _same_on_all(ranks: Ranks, jobs: Iterable[Job]) -> Iterator[Job]:
     """The jobs, each once all ranks have read the same one."""
     for job in jobs:
-        shown = None if job.media is None else job.media.digest
-        ranks.check_alike((job.rows, job.limit, job.prompt.tobytes(), shown), "prompts or limits")
+        ranks.check_alike((job.rows, job.limit, job.prompt.tobytes(), job.shown), "prompts or limits")
         yield job
     ranks.check_alike(None, "prompts or limits")

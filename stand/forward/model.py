@@ -116,13 +116,20 @@ def fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[No
 
 
 def prefill(
-    model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int, takes_features: bool = False
+    model: PreTrainedModel,
+    cache: TreeCache,
+    token_ids: np.ndarray,
+    done: int = 0,
+    *,
+    row: int,
+    takes_features: bool = False,
+    rotary_offset: int = 0,
 ) -> None:
-    """Write the keys of `token_ids`, int32 [L], into the empty cache row `row`, chunk by chunk. takes_features: as in
-    `prefill_chunk`."""
-    done = 0
+    """Write the keys of `token_ids`, int32 [L], whose first `done` keys cache row `row` holds, chunk by chunk; the
+    others are as in `prefill_chunk`."""
+    asked = {"row": row, "takes_features": takes_features, "rotary_offset": rotary_offset}
     while done < len(token_ids):
-        done = prefill_chunk(model, cache, token_ids, done, row=row, takes_features=takes_features)
+        done = prefill_chunk(model, cache, token_ids, done, **asked)
 
 
 def prefill_chunk(

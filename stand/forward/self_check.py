@@ -32,6 +32,7 @@ CHECK_PARENTS = (NO_PARENT, 0, 0, 1, 1, 2, 5)
 KEPT_NODE = 6  # of that tree
 # Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
 LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
+MODEL_ERRORS = RuntimeError, AttributeError, TypeError, ValueError, LookupError  # what a model's own code raises
 STEP_TOLERANCE = 1e-4  # rules that differ in few tokens differ by little; rounding in 16 bits would hide that
 SMALLEST_MASK = 6e4  # about float16's largest number: models mask tokens with it, a larger one or an infinity
 _CHECKED: WeakKeyDictionary[PreTrainedModel, list[tuple[str, type]]] = WeakKeyDictionary()  # as `_kinds_of` says
@@ -43,9 +44,8 @@ class UnsupportedModelError(ValueError):
 
 def check_model(model: PreTrainedModel) -> None:
     """Refuse a model whose layers cannot hold a tree or whose masks say what attention is not told, then compare one
-    small tree forward with plain forwards, and a forward with a far position in it with one without.
-
-    In the model's own type, also inside `torch.autocast`: rounding of 16 bits would hide what differs."""
+    small tree forward with plain forwards, and a forward with a far position in it with one without. In the model's
+    own type, also inside `torch.autocast`: rounding of 16 bits would hide what differs."""
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
     _refuse_absent_weights(model)
@@ -110,7 +110,7 @@ def failures_refused(name: str, rule: str, *, of_error: Callable[[Exception], ob
         raise
     except OwnMaskError as error:
         raise UnsupportedModelError(f"{name} cannot be served: {error}") from error
-    except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
+    except MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"{name} must {rule}, got {type(error).__name__}: {of_error(error)}; this model class cannot be served"
         ) from error

@@ -116,15 +116,11 @@ AttentionMaskInterface.register(PROBE, _mask)
 @torch.inference_mode()
 def window_disagreement(model: PreTrainedModel) -> str | None:
     """Which layer's attention is told another window than its mask has, or None."""
-    probe = _running.probe = _Probe(min(max_positions(model) or MOST_KEYS, MOST_KEYS))
-    try:
-        with tree_attention(model, PROBE):
-            model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=input_device(model)), use_cache=False)
-        for name, told, masked in probe.found:
-            if told != masked:
-                return f"{name} is told of {told} keys, and its mask shows {'others' if masked == OTHER else masked}"
-    finally:
-        del _running.probe
+    probe = _Probe(min(max_positions(model) or MOST_KEYS, MOST_KEYS))
+    _run(model, probe, input_ids=torch.zeros((1, 2), dtype=torch.int64, device=input_device(model)))
+    for name, told, masked in probe.found:
+        if told != masked:
+            return f"{name} is told of {told} keys, and its mask shows {'others' if masked == OTHER else masked}"
     return None
 
 
@@ -132,11 +128,16 @@ def window_disagreement(model: PreTrainedModel) -> str | None:
 def looks_ahead(model: PreTrainedModel, start: int, **inputs: object) -> bool:
     """Whether a token of a prompt sees one that comes in a later forward, where its first `start` tokens are run by
     one forward and the others one by one. inputs: of the model's forward, among them input_ids [1, L]."""
-    layers = set(modules_of(model.get_decoder()))
-    probe = _running.probe = _AheadProbe(inputs["input_ids"].shape[1], start, layers)
+    probe = _AheadProbe(inputs["input_ids"].shape[1], start, set(modules_of(model.get_decoder())))
+    _run(model, probe, **inputs)
+    return probe.is_ahead
+
+
+def _run(model: PreTrainedModel, probe: _Probe, **inputs: object) -> None:
+    """A forward that the probe is told of."""
+    _running.probe = probe
     try:
         with tree_attention(model, PROBE):
             model(**inputs, use_cache=False)
     finally:
         del _running.probe
-    return probe.is_ahead

@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device
-from stand.forward.model import moving_ropes, prefill_chunk, run_plan, text_config
+from stand.forward.model import moving_ropes, prefill, run_plan, text_config
 from stand.forward.model_state import unchanged
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import (
@@ -109,8 +109,7 @@ def _tree_logits(model: PreTrainedModel, token_ids: np.ndarray, media: Media, tr
     done, length, offset = prefill_media(model, cache, token_ids, media), len(token_ids) - 1, media.rotary_offset
     where = {"rotary_offsets": np.array([offset]), "device": input_device(model)}
     with tree_attention(model):
-        while done < length:
-            done = prefill_chunk(model, cache, token_ids[:-1], done, row=0, rotary_offset=offset)
+        prefill(model, cache, token_ids[:-1], done, row=0, rotary_offset=offset)
         return run_plan(model, cache, StepPlan.for_drafts(tree, np.array([length]), **where)).float()
 
 

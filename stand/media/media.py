@@ -16,23 +16,20 @@ from transformers import PreTrainedModel
 
 from stand.forward.devices import input_device
 from stand.forward.model_state import unchanged
+from stand.forward.self_check import MODEL_ERRORS
 
-# [1, L]: of every token what it stands for, 0 for text
+# What tokens stand for, 0 for text
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 WORDS = ("pixel", "image", "video", "audio", "feature", "grid")  # one of them is in the name of what is shown
 SETTING = "vision_"  # names of settings of a tower begin so
+_NO_TEXT = (
+    "a prompt must end with a token of text, got one of what it shows; apply the chat template with "
+    "add_generation_prompt=True"
+)
 
 
 class MediaError(ValueError):
     """What a prompt shows does not fit its tokens, or the model."""
-
-
-class _NoTextError(MediaError):
-    def __init__(self) -> None:
-        super().__init__(
-            "a prompt must end with a token of text, got one of what it shows; apply the chat template with "
-            "add_generation_prompt=True"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,22 +51,23 @@ class Media:
         Raises MediaError where the last token is no text, and for what is no array of numbers or does not fit.
         """
         ids = torch.from_numpy(token_ids.astype(np.int64)).to(input_device(model))[None]
-        arrays = {name: _tensor_of(name, value, ids.device) for name, value in shown.items()}
-        types = {name: arrays[name] for name in TYPES if name in arrays}
-        start = _text_start(model, token_ids, types)
+        given = {name: _tensor_of(name, value) for name, value in shown.items()}
+        start = _text_start(model, token_ids, [given[name] for name in TYPES if name in given])
         if start == len(token_ids):
-            raise _NoTextError()
+            raise MediaError(_NO_TEXT)
+        arrays = {name: tensor.to(ids.device, copy=True) for name, tensor in given.items()}  # callers may write there
         with misfits_refused(model, shown), unchanged(model):
             asked = {"attention_mask": torch.ones_like(ids), **arrays}
             positions = model._prepare_position_ids_for_generation(ids, asked)
         rotary = positions[-3:] if positions.dim() == 3 else positions  # of four the first are places in the text
         offsets = rotary.reshape(-1, len(token_ids)) - torch.arange(len(token_ids), device=ids.device)
         if len(offsets[:, -1].unique()) > 1:
-            raise _NoTextError()
-        if len(offsets[:, start:].unique()) > 1:  # then all is taken for what is shown
+            raise MediaError(_NO_TEXT)
+        if len(offsets[:, start:].unique()) > 1:  # all is taken for shown
             start = len(token_ids) - 1
-        named = {name: tensor[:, :start] if name in TYPES else tensor for name, tensor in arrays.items()}
-        inputs = {name: _in_type(tensor, model) for name, tensor in arrays.items() if name not in TYPES}
+        named = {name: tensor[:, :start] if name in TYPES else tensor for name, tensor in given.items()}
+        types = {name: arrays.pop(name) for name in TYPES if name in arrays}
+        inputs = {name: _in_type(tensor, model) for name, tensor in arrays.items()}
         return cls(inputs, types, positions, int(offsets[-1, -1]), start, _digest(named))
 
 
@@ -91,30 +89,29 @@ def misfits_refused(model: PreTrainedModel, shown: Iterable[str]) -> Iterator[No
         yield
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
+    except MODEL_ERRORS as error:
         raise MediaError(
             f"{', '.join(shown)} must fit the prompt's tokens and {type(model).__name__}, got {type(error).__name__}: "
             f"{error}; see whether model(**output) takes what the processor returns"
         ) from error
 
 
-def placeholder_ids(model: PreTrainedModel) -> list[int]:
+def _placeholder_ids(model: PreTrainedModel) -> list[int]:
     """Tokens that stand for what is shown, by the configuration."""
     names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
     ids = [getattr(model.config, name, None) for name in names]
     return [token for token in ids if isinstance(token, int)]
 
 
-def _text_start(model: PreTrainedModel, token_ids: np.ndarray, types: Mapping[str, torch.Tensor]) -> int:
-    is_shown = np.isin(token_ids, placeholder_ids(model))
-    for kinds in types.values():
+def _text_start(model: PreTrainedModel, token_ids: np.ndarray, types: Iterable[torch.Tensor]) -> int:
+    is_shown = np.isin(token_ids, _placeholder_ids(model))
+    for kinds in types:
         is_shown |= kinds[0].cpu().numpy() != 0
     places = is_shown.nonzero()[0]
     return int(places[-1]) + 1 if len(places) else len(token_ids) - 1
 
 
-def _tensor_of(name: str, value: object, device: torch.device) -> torch.Tensor:
-    """A copy: the caller may write into what was given."""
+def _tensor_of(name: str, value: object) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
@@ -123,7 +120,7 @@ def _tensor_of(name: str, value: object, device: torch.device) -> torch.Tensor:
         raise MediaError(
             f'{name} must be an array of numbers, got {value!r:.80}; call the processor with return_tensors="pt"'
         )
-    return tensor.to(device, copy=True)
+    return tensor
 
 
 def _in_type(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:

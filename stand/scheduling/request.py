@@ -58,6 +58,11 @@ class Job:
     id: object
     media: Media | None = None  # what the prompt shows
 
+    @property
+    def shown(self) -> bytes:
+        """Names what the prompt shows; of text alone b""."""
+        return b"" if self.media is None else self.media.digest
+
 
 def which_request(number: int, id: object) -> str:
     """A note for the error of a request, by its number in the run and its id."""

@@ -76,7 +76,7 @@ class Scheduler:
             self._next = next(self._waiting, None)
         if self._next is None and not self._is_over and (job := self._next_job()) is not None:
             self._open[job.number], self._num_left[job.number] = job, len(job.rows)
-            word = prompt_word(job.prompt, b"" if job.media is None else job.media.digest)
+            word = prompt_word(job.prompt, job.shown)
             shared = {"problem": job.problem, "request": job.number, "prompt_word": word, "media": job.media}
             self._waiting = (Row(index, job.prompt, job.limit, **shared) for index in job.rows)
             self._next = next(self._waiting)

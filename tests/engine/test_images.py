@@ -295,8 +295,8 @@ def test_positions_behind_an_image_decide_how_much_is_one_forward(monkeypatch):
 
 
 def test_where_no_placeholder_is_known_all_but_the_last_token_is_one_forward():
-    assert media._text_start(image_model("llava"), np.array([3, 4, 5, 6]), {}) == 3
-    assert media._text_start(image_model("llava"), np.array([3, IMAGE, 5, 6]), {}) == 2
+    assert media._text_start(image_model("llava"), np.array([3, 4, 5, 6]), []) == 3
+    assert media._text_start(image_model("llava"), np.array([3, IMAGE, 5, 6]), []) == 2
 
 
 def test_what_is_shown_is_copied():

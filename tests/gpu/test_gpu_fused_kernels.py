@@ -196,6 +196,16 @@ def packed_heads(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> li
     return [part.unflatten(-1, (-1, size)) for part in parts]
 
 
+def normed_heads(rule: int, query: torch.Tensor, key: torch.Tensor) -> tuple[tuple, tuple]:
+    """Weights of norms of query and key, and what these modules make of them; Nones and the same without a rule."""
+    if rule == NO_NORM:
+        return (None, None), (query, key)
+    modules = [norm_module(rule, query.shape[-1], query.dtype) for _ in range(2)]
+    with torch.no_grad():
+        normed = tuple(module(states) for module, states in zip(modules, (query, key), strict=True))
+    return tuple(module.weight.detach() for module in modules), normed
+
+
 def stored(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """[R, Hkv, S, D] with states [M, Hkv, D] at the slots that are not negative."""
     after = before.clone()
@@ -218,12 +228,7 @@ def test_rope_and_store(size, rotary, rule, dtype):
     block = torch.randn(2, 2, 3, 2, ROOM, size).to(dtype)
     keys, values = block[1, 0], block[1, 1]
     before = block.clone()
-    weights, normed = (None, None), (query, key)
-    if rule != NO_NORM:
-        modules = norm_module(rule, size, dtype), norm_module(rule, size, dtype)
-        weights = tuple(module.weight.detach() for module in modules)
-        with torch.no_grad():
-            normed = tuple(module(states) for module, states in zip(modules, (query, key), strict=True))
+    weights, normed = normed_heads(rule, query, key)
     turned = [
         torch.cat([rotated, states[..., rotary:]], dim=-1)
         for rotated, states in zip(
@@ -275,12 +280,7 @@ def test_components_side_by_side(pairing, size, rotary, rule, dtype):
     torch.manual_seed(size + rotary)
     query, key, value = packed_heads(3, 2, size, dtype)
     cos, sin = angles(rotary, dtype)
-    weights, normed = (None, None), (query, key)
-    if rule != NO_NORM:
-        modules = norm_module(rule, size, dtype), norm_module(rule, size, dtype)
-        weights = tuple(module.weight.detach() for module in modules)
-        with torch.no_grad():
-            normed = tuple(module(states) for module, states in zip(modules, (query, key), strict=True))
+    weights, normed = normed_heads(rule, query, key)
     if pairing == PAIRS:
         turned = modeling_glm4.apply_rotary_pos_emb(*normed, cos, sin)
     else:

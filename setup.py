@@ -60,8 +60,7 @@ COMPACT = {
     "stand.gpu.packets.packing",
     "stand.plugins.known_texts",
     "stand.step_compiled",
-    "stand.trees.checked_arrays",
-    "stand.trees.layouts.layout",
+    "stand.trees.compiled",
     "stand.trees.noise",
     "stand.verifiers.verdict_compiled",
 }
@@ -78,7 +77,7 @@ REPEATING = taken("-fno-tree-tail-merge") + taken("-fno-optimize-sibling-calls")
 COMPACT_LEVEL = ["-Os", *taken("-Oz"), *taken("-fno-tree-dominator-opts"), *taken("-fno-code-hoisting")]
 COMPACT_LEVEL += [*taken("-fno-move-loop-invariants"), *taken("-fno-shrink-wrap"), *IN_ORDER, *SPARING, *REPEATING]
 # Nothing of C++ runs in these, so no exception passes: without tables for it they pack 4 % smaller.
-PLAIN = COMPACT - {"stand.trees.layouts.layout", "stand.verifiers.verdict_compiled"}
+PLAIN = COMPACT - {"stand.trees.compiled", "stand.verifiers.verdict_compiled"}
 WITHOUT_EXCEPTIONS = ["-fno-exceptions", "-fno-unwind-tables"] if IS_LEAN else []
 # These levels are of the C++ in headers: in modules with much of it `trees/include/compact_wrappers.h` compiles for
 # size what Cython writes around it. Lookups, products and filters pack 11 % smaller by that; learning takes 2 % longer.

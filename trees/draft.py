@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from stand.trees.arguments import int32_array
-from stand.trees.layouts import layout
+from stand.trees import compiled
 from stand.trees.parents import NO_PARENT, ROOT, check_parents, depths_and_ranks
 
 NO_TOKEN = -1
@@ -195,7 +195,7 @@ class DraftBatch:
         the longest. The rest of a draft is dropped, so only of deterministic drafts chains may be verified.
         Raises ValueError on an unsound batch.
         """
-        return layout.chains(self, num_tokens)
+        return compiled.chains(self, num_tokens)
 
     def ancestor_masks(
         self, num_nodes: int, *, pad_id: int = 0, out: np.ndarray | None = None
@@ -207,7 +207,7 @@ class DraftBatch:
         padded with `pad_id` by a chain below its last node, so no node has two equal children.
         Raises ValueError on an unsound batch, where a row has more nodes, and on another kind of `out`.
         """
-        return layout.ancestor_masks(self, num_nodes, pad_id, out)
+        return compiled.ancestor_masks(self, num_nodes, pad_id, out)
 
     @classmethod
     def pending(cls, token_ids: Sequence[int]) -> DraftBatch:

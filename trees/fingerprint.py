@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stand.trees.checked_arrays import tokens_of
+from stand.trees.compiled import tokens_of
 
 FINGERPRINT_BYTES = 16
 

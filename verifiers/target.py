@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from stand.trees import DraftBatch
-from stand.trees.checked_arrays import check_batch
+from stand.trees.compiled import check_batch
 from stand.verifiers.doubles import where_doubles_are
 
 PAD = -1

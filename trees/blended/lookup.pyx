@@ -19,7 +19,7 @@ cnp.import_array()
 from stand.trees.arguments import (
     check_is_batch, checked_nodes, real, tail, vector as int32_vector, whole, within,
 )
-from stand.trees.checked_arrays import check_batch, checked_estimates, checked_laws, tokens_of
+from stand.trees.compiled import check_batch, checked_estimates, checked_laws, tokens_of
 from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
 from stand.trees.checked_file import LookupFileError, checked_fingerprint
 from stand.trees.draft import DraftBatch

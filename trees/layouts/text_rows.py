@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stand.trees.layouts import layout
+from stand.trees import compiled
 
 
 class TextRows:
@@ -43,7 +43,7 @@ class TextRows:
     @classmethod
     def from_lists(cls, texts: Sequence[Sequence[int]]) -> TextRows:
         """Texts of any lengths, copied into one array. Raises ValueError where a token is no int32."""
-        return cls(*layout.left_aligned(texts))
+        return cls(*compiled.left_aligned(texts))
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -16,7 +16,7 @@ import numpy as np
 cnp.import_array()
 
 from stand.trees.arguments import check_is_batch, checked_nodes, int64_array, tail, whole, within
-from stand.trees.checked_arrays import check_batch, checked_laws, tokens_of
+from stand.trees.compiled import check_batch, checked_laws, tokens_of
 from stand.trees.checked_file import LookupFileError, checked_fingerprint
 from stand.trees.draft import NO_TOKEN, DraftBatch
 from stand.trees.fork_safety import lock_at_forks

@@ -1,9 +1,16 @@
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from stand.trees.draft import DraftBatch
 
+LARGEST_PROBABILITY: float
+
+def tokens_of(values: Any, name: str) -> np.ndarray: ...
+def checked_laws(top_ids: Any, top_probs: Any, num_laws: int) -> tuple[np.ndarray, np.ndarray]: ...
+def check_batch(batch: DraftBatch) -> None: ...
+def checked_estimates(batch: DraftBatch) -> np.ndarray: ...
 def chains(batch: DraftBatch, num_tokens: int) -> list[list[int]]: ...
 def ancestor_masks(
     batch: DraftBatch, num_nodes: int, pad_id: int, out: np.ndarray | None

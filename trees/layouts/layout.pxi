@@ -2,16 +2,15 @@
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint8_t
-from libcpp.vector cimport vector
+from libcpp.vector cimport vector as cpp_vector
 
 import numpy as np
 
 cnp.import_array()
 
 from stand.trees.arguments import whole
-from stand.trees.checked_arrays import check_batch
 
-cdef extern from "layout.h" namespace "stand" nogil:
+cdef extern from "layouts/layout.h" namespace "stand" nogil:
     cdef cppclass DraftView:
         const int32_t* token_ids
         const int32_t* parents
@@ -23,7 +22,7 @@ cdef extern from "layout.h" namespace "stand" nogil:
         pass
 
     void best_path(
-        const DraftView& drafts, int64_t row, int32_t most, PathSums& scratch, vector[int32_t]& path
+        const DraftView& drafts, int64_t row, int32_t most, PathSums& scratch, cpp_vector[int32_t]& path
     ) except +
     int64_t first_too_large(const DraftView& drafts, int64_t num_nodes)
     void pad_with_ancestors[Flag](const DraftView& drafts, int64_t num_nodes, int32_t pad, int32_t* token_ids,
@@ -57,7 +56,7 @@ def chains(batch, num_tokens):
     """See `DraftBatch.chains`."""
     cdef DraftView view = view_of(batch)
     cdef PathSums scratch
-    cdef vector[int32_t] path
+    cdef cpp_vector[int32_t] path
     cdef int64_t row
     cdef int32_t most
     if whole(num_tokens, "num_tokens") < 0:

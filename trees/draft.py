@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from stand.trees.arguments import int32_array
 from stand.trees import compiled
+from stand.trees.arguments import int32_array
 from stand.trees.parents import NO_PARENT, ROOT, check_parents, depths_and_ranks
 
 NO_TOKEN = -1

@@ -113,15 +113,7 @@ class EagerBackend:
         else:
             room = max(row.num_cached for row in start.rows) + 1
             cache = TreeCache(start.num_places, room, fusion=self.fusion)
-        return EagerStep(
-            self._model,
-            cache,
-            start.law,
-            start.verifier,
-            num_top=start.num_top,
-            wants_features=start.wants_features,
-            rider=start.rider,
-        )
+        return EagerStep(self._model, cache, start.law, start.verifier, **start.asked)
 
 
 class CapturedBackend:

@@ -16,6 +16,7 @@ from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive
+from stand.laws.logprobs import LogprobNotes
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.admission import Admission, beginning
@@ -53,11 +54,13 @@ class Call:
         most_rows: int = 0,
         on_commit: Callable[[Row, list[int]], None] | None = None,
         kept: KeptPrompts | None = None,
+        logprobs: LogprobNotes | None = None,
     ):
         """read_law: of all jobs that were read; jobs: read as places become free.
         seed: the user's, or drawn where `is_seeded` is False; new_own_seed: gives, when the call begins, that of
         its drafts, tests and residual draws (stand/seeds.py). most_rows: see `DraftRequest`.
-        on_commit: told of every row's new tokens as they are kept. kept: prompts of earlier calls."""
+        on_commit: told of every row's new tokens as they are kept. kept: prompts of earlier calls. logprobs: where
+        those of the rows' tokens are written down."""
         self.seed = seed
         self.stats = Stats()
         self._border = switching_length(model)  # of rows, see `stand.forward.long_factors`
@@ -78,6 +81,7 @@ class Call:
         self._wants_features = drafter is not None and drafter.requires_features
         self._rider = None if drafter is None else drafter.rider
         self._on_commit = on_commit
+        self.logprobs = logprobs
         self._prompts = PromptKeys(
             model,
             new_keys=backend.key_maker(),
@@ -210,6 +214,7 @@ class Call:
                 wants_features=self._wants_features,
                 rider=self._rider,
                 pages=self.scheduler.admission.pages,
+                logprobs=None if self.logprobs is None else self.logprobs.mode,
             )
         )
 
@@ -247,6 +252,11 @@ class Call:
         if self._rider is not None:
             work_on("draft")
             self._step.ride(verdicts.accepted)
+            work_on("commit")
+        if self.logprobs is not None:
+            work_on("verify")
+            counted = [tokens[:emitted] for tokens, (emitted, _) in zip(gained, ends, strict=True)]
+            self.logprobs.note(self._step.log_laws, live.rows, batch, verdicts.accepted, counted)
             work_on("commit")
         self._commit(live, batch, verdicts, gained, ends)
         self._is_settled = self._is_settled and self.scheduler.is_held()

@@ -48,7 +48,7 @@ from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
 from stand.texts.pieces import TextPieces
 from stand.texts.prompts import is_one_prompt
-from stand.texts.streaming import begin_streaming, into
+from stand.texts.streaming import begin_streaming, into, shown
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
 
@@ -120,6 +120,7 @@ class Engine:
         stop: str | Sequence[str] | None = None, stop_token_ids: int | Sequence[int] | None = None,
         stopping_criteria: StoppingCriteriaList | Iterable[StoppingCriteria] | None = None,
         seed: int | None = None, streamer: BaseStreamer | None = None, draft: bool = True, learn: bool = True,
+        logprobs: int | None = None, logprobs_mode: str | None = None,
         max_rows: int | None = None, max_cache_bytes: float | None = None, **settings: object,
     ) -> GenerationOutput:  # fmt: skip
         """Sample `num_return_sequences` continuations of every prompt, as `run` does, and give them all together.
@@ -143,6 +144,8 @@ class Engine:
         own time, from its first step on; it ends rows behind a step, so those that wait still get one each. Without
         max_new_tokens and max_length a row may fill the model's context; transformers ends it after 20 tokens. seed
         None draws one; it is in the output. draft=False is ordinary decoding here; learn=False learns nothing.
+        logprobs: k for those of the new tokens, and of the k likeliest tokens in each place; logprobs_mode:
+        "raw_logprobs" (default) are the model's, "processed_logprobs" those of the law that is drawn from.
 
         Processors and criteria that are given are never called: every row, of processors every draft node, has a copy.
         So a state belongs in attributes, not in a closure, and a recorder stays empty. Copies share tokenizers, modules
@@ -160,8 +163,8 @@ class Engine:
             num_return_sequences=num_return_sequences, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
             logits_processors=logits_processors, stop=stop, stop_token_ids=stop_token_ids,
-            stopping_criteria=stopping_criteria, seed=seed, draft=draft, learn=learn, max_rows=max_rows,
-            max_cache_bytes=max_cache_bytes, **settings,
+            stopping_criteria=stopping_criteria, seed=seed, draft=draft, learn=learn, logprobs=logprobs,
+            logprobs_mode=logprobs_mode, max_rows=max_rows, max_cache_bytes=max_cache_bytes, **settings,
         )  # fmt: skip
         if streamer is not None:
             begin_streaming(streamer, jobs)
@@ -209,7 +212,7 @@ class Engine:
         fewer replacement signs. Between two pieces the model is free for other work. That costs 1.5 ms per step for 30
         layers (SmolLM2); `generate` and `run` pay it seldom.
 
-        Raises ValueError without a tokenizer, and for an argument that `generate` does not take.
+        Raises ValueError without a tokenizer, for logprobs, and for an argument that `generate` does not take.
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, got none; pass tokenizer= to stand.wrap")
@@ -221,7 +224,9 @@ class Engine:
             committed.append((row.index, pieces.add(token_ids, is_last=row.finish_reason is not None)))
 
         call, _ = self._new_call(prompts, collect, **settings)
-        return _stream(call, committed)
+        if call.logprobs is not None:
+            raise ValueError("logprobs is a setting of generate and run, got it in stream; leave it out, or use run")
+        return shown(call.steps(), committed)
 
     @torch.inference_mode()
     def measure_cost(
@@ -360,6 +365,7 @@ class Engine:
             most_rows=most_rows,
             on_commit=on_commit,
             kept=self._kept,
+            logprobs=reader.logprobs,
         )
 
     def _way_of_steps(self) -> str:
@@ -382,13 +388,5 @@ class Engine:
             num_return_sequences=num_samples,
             seed=call.seed,
             stats=call.stats,
+            logprobs=None if call.logprobs is None else list(map(call.logprobs.take, rows)),
         )
-
-
-@torch.inference_mode()
-def _stream(call: Call, committed: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """What `committed` holds after every step of `call`."""
-    for _ in call.steps():
-        pieces = [(row, text) for row, text in committed if text]
-        committed.clear()
-        yield from pieces

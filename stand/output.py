@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stand.laws.logprobs import TokenLogprobs
 from stand.stats import Stats
 
 
@@ -20,6 +21,7 @@ class GenerationOutput:
     num_return_sequences: int
     seed: int  # the seed that was used, also when none was given
     stats: Stats
+    logprobs: list[TokenLogprobs] | None = None  # per row, where they were asked for
 
     def __len__(self) -> int:
         return len(self.token_ids)

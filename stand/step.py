@@ -22,6 +22,7 @@ from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
+from stand.laws.logprobs import PROCESSED, RAW
 from stand.laws.sampling import Laws, TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.page_allocator import PageAllocator
@@ -43,6 +44,13 @@ class StepStart:
     wants_features: bool = False  # whether lessons ask for the model's last hidden states
     rider: Rider | None = None  # which backends refuse whose steps do not carry it
     pages: PageAllocator | None = None  # whose page is whose, where the call counts pages
+    logprobs: str | None = None  # RAW or PROCESSED of stand/laws/logprobs.py, where `log_laws` will be asked for
+
+    @property
+    def asked(self) -> dict[str, object]:
+        """Keywords of an `EagerStep`."""
+        names = ("num_top", "wants_features", "rider", "logprobs")
+        return {name: getattr(self, name) for name in names}
 
 
 class Step(Protocol):
@@ -81,6 +89,10 @@ class Step(Protocol):
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
 
+    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
+        """[n, V] float32, log-probabilities after these nodes [n] int64 of the last verdicts, of the kind that
+        `StepStart.logprobs` names; asked before the next forward."""
+
     def features(self) -> torch.Tensor:
         """[M, D]: the model's last hidden state at every node, not written over by later steps; asked where
         `StepStart.wants_features`."""
@@ -109,6 +121,7 @@ class EagerStep:
         num_top: int,
         wants_features: bool = False,
         rider: Rider | None = None,
+        logprobs: str | None = None,
     ):
         """cache: has a row for every place. num_top: the largest count that `top_entries` will be asked for."""
         self.cache = cache
@@ -118,12 +131,14 @@ class EagerStep:
         self._num_top = num_top
         self._wants_features = wants_features
         self._rider = rider
+        self._logprobs = logprobs
         self._batch: DraftBatch | None = None  # from here to `_features` of the last forward
         self._live: LiveRows | None = None
         self._noise: VerifierNoise | None = None
         self._logits: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
         self._laws: Laws | None = None  # of the last verdicts
+        self._scores: torch.Tensor | None = None  # that they were made of, where `log_laws` needs them
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -148,6 +163,7 @@ class EagerStep:
     def verify(self) -> Verdicts:
         scores = self._law.process(self._logits, self._batch, self._live.rows)
         self._laws = self._law.laws(scores, self._num_top)
+        self._scores = scores if self._logprobs == PROCESSED and self._law.params.is_greedy else None
         verdicts = self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
         return replace(verdicts, accepted=[vector(path, "accepted") for path in verdicts.accepted])  # a user's rule's
 
@@ -174,6 +190,12 @@ class EagerStep:
         """As in `Laws`."""
         return self._laws.top_ids[:, :count].cpu().numpy(), self._laws.top_probs[:, :count].cpu().numpy()
 
+    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
+        scores = self._logits if self._logprobs == RAW else self._scores
+        if scores is None:
+            return self._laws.probabilities[_on(self._laws.probabilities, nodes)].log()
+        return torch.log_softmax(scores[_on(scores, nodes)].float(), dim=-1)
+
     def features(self) -> torch.Tensor:
         return self._features
 
@@ -185,6 +207,10 @@ class EagerStep:
 
     def close(self) -> None:
         """Nothing outlives the object."""
+
+
+def _on(tensor: torch.Tensor, nodes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(nodes).to(tensor.device)
 
 
 def keep_paths(cache: TreeCache, lengths: np.ndarray, accepted: Sequence[np.ndarray], going: Iterable[int]) -> None:

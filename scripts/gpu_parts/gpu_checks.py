@@ -28,6 +28,7 @@ from stand.gpu.kernels.verification.race import race
 from stand.gpu.kernels.verification.traverse import traverse
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
+from stand.step import StepStart
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier, verdict_compiled
 from stand.verifiers.rules.match import follow_drawn
@@ -158,9 +159,9 @@ class ChecksBench:
         with tree_attention(bench.model):
             plan = StepPlan.for_prompt(prefix, 0, row=0, device=bench.device)
             run_plan(bench.model, cache, plan, logits_to_keep=1)
-        law = TargetLaw(SamplingParams(temperature=1.0))
-        step = CapturedStep(bench.model, law, get_verifier("match"), num_rows=1, fusion=bench.engine.backend.fusion)
-        step.begin(cache, [row], law=law)
+        law, rule = TargetLaw(SamplingParams(temperature=1.0)), get_verifier("match")
+        step = CapturedStep(bench.model, law, rule, num_rows=1, fusion=bench.engine.backend.fusion)
+        step.begin(StepStart(1, [row], cache, law, rule, num_top=BEST))
         step.enter(row, 0, cache)
         nothing = np.zeros((count, 1), dtype=np.int32)
         draft = DraftTree(chain, np.arange(-1, count - 1, dtype=np.int32), nothing, nothing.astype(np.float32))

@@ -163,7 +163,7 @@ class ReplayBackend:
         if self.step is None or not self.step.serves(start):
             asked = {"num_rows": start.num_places, "fusion": self.fusion}
             self.step = TimedStep(self._model, start.law, start.verifier, rule=self.rule, **asked)
-        self.step.begin(start.keys, start.rows, law=start.law)
+        self.step.begin(start)
         self.start = time.perf_counter() - self.step.recording_seconds
         return self.step
 

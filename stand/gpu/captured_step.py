@@ -64,6 +64,7 @@ class CapturedStep:
         fusion: Fusion | None,
         wants_features: bool = False,
         rider: Rider | None = None,
+        logprobs: str | None = None,
         runner: Runner | None = None,
     ):
         """verifier: has a device rule; runner: of a step that was closed, so that an engine has one capture stream,
@@ -73,6 +74,7 @@ class CapturedStep:
         self._law = TargetLaw(law.params)  # what is recorded
         self._processing: TargetLaw | None = law  # a call's own, between the two parts of a step
         self._is_split = law.has_processors
+        self._logprobs = logprobs
         self._verifier = verifier
         self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)
         self._num_rows = num_rows
@@ -82,7 +84,7 @@ class CapturedStep:
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._has_states = bool(recurrent_layers(model))  # which take memory by places, as the call has counted them
         asked = {"wants_features": wants_features, "rider": rider, "has_processors": self._is_split}
-        self._output = StepOutput(model, num_rows, **asked)
+        self._output = StepOutput(model, num_rows, logprobs=logprobs, **asked)
         self.runner = runner_for(model.device) if runner is None else runner
         self._forwards = SwappedForwards(model, fusion)
         self._tails = (
@@ -115,16 +117,12 @@ class CapturedStep:
         """Whether a further call that begins so can use what is recorded."""
         if self._output is None:  # it was dissolved, and a call that was interrupted has put nothing in its place
             return False
-        has_features = self._output.features is not None
         return (
             self._output.suits(self._model)
+            and self._output.holds(start)
             and start.law.params == self._law.params
-            and (self._output.scores is not None or not start.law.has_processors)
             and start.verifier is self._verifier
             and (start.num_places == self._num_rows if self._has_states else start.num_places <= self._num_rows)
-            and self._output.has_splits_of(start.num_places)
-            and (has_features or not start.wants_features)
-            and (start.rider is None or start.rider is self._output.rider)
         )
 
     @contextmanager
@@ -134,16 +132,15 @@ class CapturedStep:
         with self._forwards.block():
             yield
 
-    def begin(
-        self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None, *, law: TargetLaw
-    ) -> None:
-        """A call begins with these rows, which are still to enter; keys: any of a prompt of this model; pages: says
-        whose page is whose; law: the one it was made with, but for the call's own processors.
+    def begin(self, start: StepStart) -> None:
+        """A call begins, whose first rows are still to enter; its law is the one that this step was made with, but for
+        the call's own processors.
 
         The pool of the call before stays where it is large enough and no larger than the call allows, and what is
         recorded stays where the model is as it was."""
         self._follow_model()
-        self._processing, self._is_split = law, law.has_processors
+        keys, rows, pages = start.keys, start.rows, start.pages
+        self._processing, self._is_split, self._logprobs = start.law, start.law.has_processors, start.logprobs
         beside = {"num_tokens": NUM_TOKENS[-1], "num_places": self._num_rows}
         lower_limit(pages, rows, self._model, **beside, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
@@ -323,6 +320,9 @@ class CapturedStep:
         self._keep_best()
         ids, probabilities = self._unread
         return ids[:, :count], probabilities[:, :count]
+
+    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
+        return self._output.log_laws(nodes, self._logprobs)
 
     def features(self) -> torch.Tensor:
         """As in `Step`, a copy."""

@@ -68,7 +68,8 @@ class GuardedStep:
         """
 
         law, verifier, num_places = start.law, start.verifier, start.num_places  # `start` would keep a prompt's keys
-        asked = {"num_top": start.num_top, "wants_features": start.wants_features, "rider": start.rider}
+        asked = start.asked
+        beside = {name: asked[name] for name in ("wants_features", "rider", "logprobs")}
 
         def new_eager(table: PageTable) -> EagerStep:
             return PooledStep(model, table, law, verifier, **asked)
@@ -91,10 +92,9 @@ class GuardedStep:
             if captured is None or not captured.serves(start):
                 runner = None if captured is None else captured.dissolve()
                 captured = CapturedStep(
-                    model, law, verifier, num_rows=start.num_places, fusion=fusion,
-                    wants_features=start.wants_features, rider=start.rider, runner=runner,
-                )  # fmt: skip
-            captured.begin(start.keys, start.rows, start.pages, law=law)
+                    model, law, verifier, num_rows=start.num_places, fusion=fusion, runner=runner, **beside
+                )
+            captured.begin(start)
         except Exception as error:
             step = cls(None, new_eager, begun_anew, on_failure)
             step._go_on(in_rooms(start.rows), error)
@@ -165,6 +165,9 @@ class GuardedStep:
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._step.top_entries(count)
+
+    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
+        return self._step.log_laws(nodes)
 
     def features(self) -> torch.Tensor:
         return self._step.features()

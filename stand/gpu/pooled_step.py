@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent.tree_scan import Scan, TreeScan
-from stand.forward.rider import Rider
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.packets.page_table import PageTable, PoolSize
 from stand.gpu.packets.step_size import NUM_TOKENS
@@ -90,12 +89,9 @@ class PooledStep(EagerStep):
         table: PageTable,
         law: TargetLaw,
         verifier: Verifier,
-        *,
-        num_top: int,
-        wants_features: bool = False,
-        rider: Rider | None = None,
+        **asked: object,
     ):
-        asked = {"num_top": num_top, "wants_features": wants_features, "rider": rider}
+        """asked: keywords of an `EagerStep`."""
         super().__init__(model, GatheredKeys(table), law, verifier, **asked)
         self._table = table
 
@@ -108,8 +104,7 @@ class PooledStep(EagerStep):
         asked = {"num_pages": size.num_pages, "page_size": size.page_size, "num_places": start.num_places}
         cache = DeviceCache.like(start.keys, model=model, **asked)
         table = PageTable(cache, num_places=start.num_places, width=size.width, pages=start.pages)
-        asked = {"num_top": start.num_top, "wants_features": start.wants_features, "rider": start.rider}
-        return cls(model, table, start.law, start.verifier, **asked)
+        return cls(model, table, start.law, start.verifier, **start.asked)
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         offsets = batch.offsets

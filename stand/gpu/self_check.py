@@ -31,6 +31,7 @@ from stand.gpu.kernels.launch import interpreter_obstacle
 from stand.laws.processors import ProcessorChain
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import LiveRows, Row
+from stand.step import StepStart
 from stand.trees import ROOT, DraftBatch, DraftTree
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 
@@ -125,7 +126,7 @@ class StepCheck:
         law = TargetLaw(params, processors=ProcessorChain(processors) if processors else None)
         asked = {"wants_features": self._wants_features, "rider": self._rider}
         step = CapturedStep(self._model, law, self._verifier, num_rows=len(batch) + 1, fusion=None, **asked)
-        step.begin(self._keys, self._rows, law=law)
+        step.begin(StepStart(len(batch) + 1, self._rows, self._keys, law, self._verifier, num_top=BEST, **asked))
         for place, row in enumerate(self._rows):
             step.enter(row, place, self._keys, source=place)
         with step.attention():

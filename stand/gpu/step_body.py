@@ -30,7 +30,9 @@ from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
 from stand.gpu.packets.work_list import Splitting, Tiling
 from stand.gpu.tuning.attention_tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
+from stand.laws.logprobs import RAW
 from stand.laws.sampling import TargetLaw
+from stand.step import StepStart
 
 LEARNED_ROWS = 10  # best tokens per node that come back
 
@@ -46,6 +48,7 @@ class StepOutput:
         *,
         wants_features: bool = False,
         rider: Rider | None = None,
+        logprobs: str | None = None,
         has_processors: bool = False,
     ):
         config = text_config(model)
@@ -56,6 +59,7 @@ class StepOutput:
         self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.scores = torch.zeros_like(self.laws) if has_processors else None  # theirs, before and after
+        self.logits = torch.zeros_like(self.laws) if logprobs == RAW else None  # the model's, for log-probabilities
         self.rider = rider
         self.features: torch.Tensor | None = None  # [most, D]: last hidden states, where they are wanted
         self.watched: torch.Tensor | None = None  # [most, D]: what the rider sees of the forward
@@ -87,6 +91,16 @@ class StepOutput:
     def has_splits_of(self, num_rows: int) -> bool:
         """Whether rows are split as in a call of so many."""
         return self._splittings_of(num_rows) == self._splittings
+
+    def holds(self, start: StepStart) -> bool:
+        """Whether it has a place for all that a call which begins so asks for."""
+        return (
+            self.has_splits_of(start.num_places)
+            and (self.scores is not None or not start.law.has_processors)
+            and (self.features is not None or not start.wants_features)
+            and (self.logits is not None or start.logprobs != RAW)
+            and (start.rider is None or start.rider is self.rider)
+        )
 
     def tilings(self, tokens_per_row: int) -> tuple[Tiling, ...]:
         """Of the work of each kind of layers where the longest row has `tokens_per_row` tokens."""
@@ -173,6 +187,13 @@ class StepOutput:
             )
         return host["stops"][:num_rows], host["next_tokens"][:num_rows].copy()
 
+    def log_laws(self, nodes: np.ndarray, kind: str) -> torch.Tensor:
+        """As in `Step`, of this kind; under greedy decoding `laws` has the softmax of the processed scores."""
+        places = torch.from_numpy(nodes).to(self.laws.device)
+        if kind == RAW:
+            return torch.log_softmax(self.logits[places], dim=-1)
+        return self.laws[places].log()
+
     def best(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, probabilities float32) [num_nodes, count], copies."""
         return self._best.host["ids"][:num_nodes].copy(), self._best.host["probabilities"][:num_nodes].copy()
@@ -206,16 +227,22 @@ class StepBody:
     def run(self) -> None:
         """All of the step, where nothing runs between its two parts."""
         self.packet.upload()
-        self._decide(self.forward())
+        self._decide(self._kept(self.forward()))
 
     def score(self) -> None:
         """The first part: packet up, forward; the logits lie in the output's `scores` then."""
         self.packet.upload()
-        self._scores.copy_(self.forward())
+        self._scores.copy_(self._kept(self.forward()))
 
     def decide(self) -> None:
         """The second part, of what lies in the output's `scores`."""
         self._decide(self._scores)
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """The same, left in the output too, where they are asked for behind the step."""
+        if self._output.logits is not None:
+            self._output.logits[: self.packet.size.num_tokens].copy_(logits)
+        return logits
 
     @property
     def _scores(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from stand.forward.devices import input_device
 from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings
 from stand.laws.allowed_tokens import AllowedInCall
+from stand.laws.logprobs import logprob_notes
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
 from stand.media.check import check_media
@@ -48,6 +49,8 @@ class JobReader:
         stopping_criteria: object = None,
         logits_processors: object = None,
         prefix_allowed_tokens_fn: object = None,
+        logprobs: object = None,
+        logprobs_mode: object = None,
         **settings: object,
     ):
         """problems: the engine's prompts by what names them.
@@ -81,6 +84,7 @@ class JobReader:
             device=input_device(model),
             max_time=self.settings.config.max_time,
         )
+        self.logprobs = logprob_notes(logprobs, logprobs_mode, vocabulary_size=text_config(model).vocab_size)
         self._law: TargetLaw | None = None
         self._num_jobs = self._next_row = 0
         self._named: set[int] = set()  # numbers that requests gave their rows

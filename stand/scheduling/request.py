@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stand.laws.logprobs import TokenLogprobs
 from stand.media.media import Media
 from stand.texts.stop import StopRule
 
@@ -43,6 +44,7 @@ class Trajectory:
     num_draft_tokens: int  # nodes drafted for it
     started: float  # seconds of the run's own time, from its beginning, in which others' pauses do not count
     ended: float
+    logprobs: TokenLogprobs | None = None  # of the new tokens, where they were asked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -115,4 +115,5 @@ class Run(Iterator[Trajectory]):
             num_draft_tokens=row.num_drafted,
             started=row.started,
             ended=row.ended,
+            logprobs=None if self._call.logprobs is None else self._call.logprobs.take(row),
         )

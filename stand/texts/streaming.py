@@ -1,8 +1,8 @@
-"""A streamer of transformers', which shows the tokens of one row as they are committed."""
+"""What is committed, shown at once: pieces of all rows' texts, and one row's tokens to a streamer of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -27,3 +27,12 @@ def begin_streaming(streamer: BaseStreamer, jobs: list[Job]) -> None:
     if num_rows != 1:
         raise ValueError(f"a streamer shows one row, got {num_rows}; use engine.stream, which shows all rows")
     streamer.put(torch.from_numpy(jobs[0].prompt.astype(np.int64))[None])
+
+
+@torch.inference_mode()
+def shown(steps: Iterable[None], committed: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """What `committed` holds after every step of a call, each once."""
+    for _ in steps:
+        pieces = [(row, text) for row, text in committed if text]
+        committed.clear()
+        yield from pieces

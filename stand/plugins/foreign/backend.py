@@ -37,4 +37,4 @@ class ForeignBackend:
     def new_step(self, start: StepStart) -> EagerStep:
         self._model.refuse_unready()
         cache = self._model.new_cache(start.num_places, max(row.num_cached for row in start.rows) + 1)
-        return EagerStep(self._model, cache, start.law, start.verifier, num_top=start.num_top)
+        return EagerStep(self._model, cache, start.law, start.verifier, **start.asked)

@@ -115,6 +115,8 @@ def stand_generate(
     *,
     stand_seed: int | None = None,
     stand_streamer: BaseStreamer | None = None,
+    stand_logprobs: int | None = None,
+    stand_logprobs_mode: str | None = None,
     **model_kwargs: object,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """For `model.generate(**inputs, custom_generate=stand_generate, ...)`: the result that `generate` returns.
@@ -124,12 +126,18 @@ def stand_generate(
     the drafts were worth.
     stand_seed: seed of a sampled call; None draws it from torch's generator, so `torch.manual_seed` decides it.
     stand_streamer: a streamer for one row, as `streamer` is.
+    stand_logprobs, stand_logprobs_mode: as logprobs and logprobs_mode of `Engine.generate`, for the result's
+    `logprobs`, one of every row.
 
     Raises ValueError by name for an argument that cannot be served exactly.
     """
     _refuse_own_inputs(model)
     shown = _shown(model)
     _refuse_unserved(input_ids, model_kwargs, shown)
+    if stand_logprobs is not None and not generation_config.return_dict_in_generate:
+        raise ValueError(
+            f"stand_logprobs needs return_dict_in_generate=True, got {stand_logprobs!r} without it; pass both"
+        )
     streamer = _streamer(stand_streamer)
     engine, mask = engine_of(model), model_kwargs.get("attention_mask")
     num_rows, width = input_ids.shape
@@ -150,6 +158,8 @@ def stand_generate(
         stop_token_ids=[] if generation_config.eos_token_id is None else None,
         seed=stand_seed,
         streamer=streamer,
+        logprobs=stand_logprobs,
+        logprobs_mode=stand_logprobs_mode,
     )
     return _result(input_ids, output, pad_id, as_dict=generation_config.return_dict_in_generate)
 
@@ -367,4 +377,6 @@ def _result(
         return sequences
     result = GenerateDecoderOnlyOutput(sequences=sequences)
     result.stats = output.stats
+    if output.logprobs is not None:
+        result.logprobs = output.logprobs
     return result

@@ -1,0 +1,217 @@
+"""Log-probabilities of new tokens and of the likeliest ones: those of plain forwards, whatever was drafted."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from every_day import every_day
+from image_cases import IMAGE, image_model, image_prompt
+from letter_tokenizer import letter_tokenizer
+from plain_logprobs import difference, plain_log_laws
+from recurrent_models import RECURRENT, recurrent_model
+from scripted_drafter import ScriptedDrafter
+from step_pair import taught_lookup
+from tiny_models import CONFIGS, VOCABULARY_SIZE, kernel_model, tiny_model
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as library
+from with_pages import needs_pages
+
+import stand
+from stand.laws.logprobs import MODES, PROCESSED, RAW
+from stand.plugins.generate import stand_generate, use_engine
+from stand.scheduling import within_pages
+from stand.scheduling.free_memory import bytes_per_token
+
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]
+SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+WARPERS = [library.TemperatureLogitsWarper(0.7), library.TopKLogitsWarper(20), library.TopPLogitsWarper(0.9)]
+GREEDY = {"temperature": 0}
+TOLERANCE = 1e-3  # of numbers down to -40; the chunks of recurrent layers round otherwise than their steps
+ALL = [*CONFIGS, *RECURRENT]
+
+
+class InPlace(LogitsProcessor):
+    """Raises the token after the last one in the very scores that it was given."""
+
+    def __call__(self, input_ids, scores):
+        scores[:, (input_ids[0, -1] + 1) % scores.shape[1]] += 3.0
+        return scores
+
+
+@lru_cache
+def model_of(family: str):
+    return tiny_model(family) if family in CONFIGS else recurrent_model(family)
+
+
+@lru_cache
+def engine_of(family: str, verifier: str = "traversal") -> stand.Engine:
+    """Drafts much, and often rightly."""
+    model = model_of(family)
+    drafter = stand.BlendedDrafter(taught_lookup(model, PROMPTS, 40), budget=16)
+    return stand.wrap(model, drafter=drafter, verifier=verifier, backend="sdpa")
+
+
+def worst(output, model, prompts, processors=(), samples: int = 1) -> float:
+    """The largest error of all rows."""
+    texts = zip(np.repeat(np.arange(len(prompts)), samples), output.token_ids, output.logprobs, strict=True)
+    return max(
+        difference(found, tokens, plain_log_laws(model, prompts[prompt], tokens, processors))
+        for prompt, tokens, found in texts
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", every_day(ALL, "llama", "gemma3", "qwen3_next", "gpt_oss"))
+def test_logprobs_are_those_of_plain_forwards(family, mode):
+    engine, asked = engine_of(family), {"max_new_tokens": 24, "logprobs": 3, "logprobs_mode": mode, "learn": False}
+    output = engine.generate(PROMPTS, num_return_sequences=2, seed=5, **SAMPLED, **asked)
+    assert output.stats.mean_acceptance_length > 1.1
+    processors = WARPERS if mode == PROCESSED else []
+    assert worst(output, engine.model, PROMPTS, processors, samples=2) < TOLERANCE
+    greedy = engine.generate(PROMPTS, **GREEDY, **asked)
+    assert greedy.stats.mean_acceptance_length > 1.1
+    assert worst(greedy, engine.model, PROMPTS) < TOLERANCE
+
+
+@pytest.mark.parametrize("verifier", ["match", "coupled", "rrs"])
+def test_every_rule_notes_the_path_that_it_keeps(verifier):
+    engine = engine_of("llama", verifier)
+    output = engine.generate(PROMPTS, **SAMPLED, max_new_tokens=24, seed=2, logprobs=0, learn=False)
+    assert output.stats.mean_acceptance_length > 1.2
+    assert worst(output, engine.model, PROMPTS) < TOLERANCE
+
+
+def test_without_drafts_they_are_the_same_kind_of_numbers():
+    engine = engine_of("llama")
+    output = engine.generate(PROMPTS, **SAMPLED, max_new_tokens=12, seed=2, logprobs=2, draft=False)
+    assert worst(output, engine.model, PROMPTS) < TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    "own",
+    [library.RepetitionPenaltyLogitsProcessor(1.6), InPlace(), library.SuppressTokensLogitsProcessor([*range(20, 40)])],
+    ids=["penalty", "in place", "suppressed"],
+)
+def test_raw_ones_are_before_processors_and_processed_ones_behind_them(own, settings):
+    engine, asked = engine_of("llama"), {"max_new_tokens": 20, "seed": 3, "logprobs": 4, "learn": False}
+    warpers = WARPERS if settings is SAMPLED else []
+    by_mode = {
+        mode: engine.generate(PROMPTS, **settings, **asked, logits_processors=[own], logprobs_mode=mode)
+        for mode in MODES
+    }
+    assert by_mode[RAW].token_ids == by_mode[PROCESSED].token_ids
+    assert worst(by_mode[RAW], engine.model, PROMPTS) < TOLERANCE
+    assert worst(by_mode[PROCESSED], engine.model, PROMPTS, [own, *warpers]) < TOLERANCE
+    assert worst(by_mode[RAW], engine.model, PROMPTS, [own]) > 0.01  # the other kind is told apart
+
+
+def test_what_filters_take_out_has_no_probability():
+    output = engine_of("llama").generate(
+        PROMPTS, temperature=1.0, top_k=3, max_new_tokens=8, seed=1, logprobs=5, logprobs_mode=PROCESSED
+    )
+    for found in output.logprobs:
+        assert np.isfinite(found.top[:, :3]).all() and np.isneginf(found.top[:, 3:]).all()
+        assert np.allclose(np.exp(found.top).sum(axis=1), 1.0, atol=1e-5) and np.isfinite(found.of_tokens).all()
+
+
+def test_types_and_shapes():
+    output = engine_of("llama").generate(PROMPTS, **SAMPLED, max_new_tokens=9, seed=1, logprobs=2, stop_token_ids=[])
+    for found in output.logprobs:
+        assert (found.of_tokens.dtype, found.top_ids.dtype, found.top.dtype) == (np.float32, np.int32, np.float32)
+        assert found.of_tokens.shape == (9,) and found.top_ids.shape == found.top.shape == (9, 2)
+        assert (found.top[:, 0] >= found.top[:, 1]).all() and (found.top[:, 0] >= found.of_tokens).all()
+    own = engine_of("llama").generate(PROMPTS, **SAMPLED, max_new_tokens=9, seed=1, logprobs=0, stop_token_ids=[])
+    assert all(found.top.shape == found.top_ids.shape == (9, 0) for found in own.logprobs)
+    assert engine_of("llama").generate(PROMPTS, **GREEDY, max_new_tokens=3).logprobs is None
+
+
+def test_all_tokens_may_be_asked_for():
+    engine = engine_of("llama")
+    output = engine.generate(PROMPTS[0], **SAMPLED, max_new_tokens=6, seed=1, logprobs=VOCABULARY_SIZE)
+    assert np.allclose(np.exp(output.logprobs[0].top.astype(np.float64)).sum(axis=1), 1.0, atol=1e-5)
+    assert worst(output, engine.model, PROMPTS[:1]) < TOLERANCE
+
+
+def test_asking_changes_no_token():
+    settings = {"num_return_sequences": 3, "max_new_tokens": 30, "seed": 4, "learn": False, **SAMPLED}
+    plain = engine_of("llama").generate(PROMPTS, **settings)
+    assert plain.token_ids == engine_of("llama").generate(PROMPTS, **settings, logprobs=2).token_ids
+
+
+def test_tokens_that_a_stop_cuts_off_are_not_noted():
+    """The draft is the row's own greedy text, so that its end lies within what is kept."""
+    model = tiny_model("llama")
+    free = stand.wrap(model).generate(PROMPTS[0], **GREEDY, max_new_tokens=12, stop_token_ids=[], draft=False)
+    text = free.token_ids[0]
+    end = next(place for place in range(3, 12) if text[place] not in text[:place])
+    engine = stand.wrap(model, drafter=ScriptedDrafter(text, [len(PROMPTS[0])]))
+    output = engine.generate(PROMPTS[0], **GREEDY, max_new_tokens=12, stop_token_ids=[text[end]], logprobs=1)
+    assert output.token_ids[0] == text[: end + 1] and output.stats.num_steps < end
+    assert worst(output, model, PROMPTS[:1]) < TOLERANCE
+
+
+def test_each_trajectory_of_a_run_has_its_own():
+    engine, prompts = engine_of("llama"), [[number, 5, 9, 4] for number in range(3, 15)]
+    found = list(engine.run(prompts, max_rows=3, **SAMPLED, max_new_tokens=20, seed=6, logprobs=2))
+    assert len(found) == 12 and [one.row for one in found] != sorted(one.row for one in found)
+    for one in found:
+        laws = plain_log_laws(engine.model, prompts[one.row], one.token_ids)
+        assert difference(one.logprobs, one.token_ids, laws) < TOLERANCE
+    assert next(engine.run(prompts, max_rows=3, **SAMPLED, max_new_tokens=2)).logprobs is None
+
+
+@needs_pages
+def test_rows_that_are_put_back_keep_what_was_noted(monkeypatch):
+    monkeypatch.setattr(within_pages, "GROWTH", 0)
+    model, rows, most = kernel_model("qwen2"), 24, 60
+    cap = rows * (len(PROMPTS[0]) + most) * bytes_per_token(model) / 4
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=24))
+    asked = {"temperature": 1.0, "top_k": 0, "max_new_tokens": most, "seed": 3, "logprobs": 1}
+    output = engine.generate(PROMPTS[:1], num_return_sequences=rows, max_cache_bytes=cap, **asked)
+    assert output.stats.num_put_back > 5
+    assert worst(output, model, PROMPTS[:1], samples=rows) < TOLERANCE
+
+
+def test_behind_images():
+    model, inputs = image_model("llava"), image_prompt("llava")
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=8))
+    output = engine.generate(
+        inputs, **GREEDY, max_new_tokens=12, stop_token_ids=[], suppress_tokens=[IMAGE], logprobs=2
+    )
+    prompt, tokens = inputs["input_ids"][0].tolist(), output.token_ids[0]
+    laws = plain_log_laws(model, prompt, tokens, pixel_values=inputs["pixel_values"])
+    assert difference(output.logprobs[0], tokens, laws) < TOLERANCE
+
+
+def test_for_custom_generate():
+    model = tiny_model("llama")
+    use_engine(stand.wrap(model, drafter=stand.BlendedDrafter(budget=8)))
+    asked = {"custom_generate": stand_generate, "max_new_tokens": 10, "do_sample": False}
+    prompt = torch.tensor([PROMPTS[0]])
+    found = model.generate(prompt, **asked, stand_logprobs=2, return_dict_in_generate=True)
+    laws = plain_log_laws(model, PROMPTS[0], found.sequences[0, len(PROMPTS[0]) :].tolist())
+    assert difference(found.logprobs[0], found.sequences[0, len(PROMPTS[0]) :].tolist(), laws) < TOLERANCE
+    with pytest.raises(ValueError, match="stand_logprobs needs return_dict_in_generate=True"):
+        model.generate(prompt, **asked, stand_logprobs=2)
+
+
+@pytest.mark.parametrize("count", [-1, True, 1.5, "3", VOCABULARY_SIZE + 1])
+def test_counts_that_do_not_fit(count):
+    with pytest.raises(ValueError, match="logprobs must be"):
+        engine_of("llama").generate(PROMPTS, max_new_tokens=2, logprobs=count)
+
+
+def test_modes_that_do_not_fit():
+    engine = engine_of("llama")
+    with pytest.raises(ValueError, match="logprobs_mode must be one of raw_logprobs, processed_logprobs, got 'raw'"):
+        engine.generate(PROMPTS, max_new_tokens=2, logprobs=1, logprobs_mode="raw")
+    with pytest.raises(ValueError, match="logprobs_mode needs logprobs, got 'raw_logprobs' alone"):
+        engine.run(PROMPTS, max_new_tokens=2, logprobs_mode=RAW)
+
+
+def test_a_stream_has_no_place_for_them():
+    engine = stand.wrap(tiny_model("llama"), letter_tokenizer())
+    with pytest.raises(ValueError, match="logprobs is a setting of generate and run"):
+        engine.stream([3, 4], max_new_tokens=2, logprobs=1)

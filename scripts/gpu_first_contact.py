@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # transformers imports Triton, which then has chosen between 
     from stand.engine import Engine
     from stand.trees import BlendedLookup
 
+LOGPROB_TOLERANCE = 1e-3
 SHARPER = 20  # times larger logits: of nearly equal ones nothing would be drafted
 
 
@@ -119,6 +120,28 @@ class Contact:
     def penalty(self) -> str:
         """Steps in two graphs."""
         return self._compared(self.model, temperature=0.6, repetition_penalty=1.1)
+
+    def logprobs(self) -> str:
+        """Of the model and of the law, drawn between two graphs' steps, against those of eager steps."""
+        from stand.laws.logprobs import MODES
+
+        asked = {"max_new_tokens": self.sizes.tokens, "stop_token_ids": [], "temperature": 0.6, "seed": 0}
+        worst, kinds = 0.0, [({}, mode) for mode in MODES] + [({"repetition_penalty": 1.1}, mode) for mode in MODES]
+        ours, theirs = (self._engine(self.model, backend, fuse=False) for backend in ("triton", "sdpa"))
+        for law, mode in kinds:
+            captured, eager = (
+                engine.generate(input_ids=self.prompts, **asked, **law, logprobs=3, logprobs_mode=mode)
+                for engine in (ours, theirs)
+            )
+            if captured.token_ids != eager.token_ids or str(ours.backend) != "triton":
+                raise AssertionError(f"tokens must be those of eager steps, got others; back end {ours.backend}")
+            for one, other in zip(captured.logprobs, eager.logprobs, strict=True):
+                for first, second in ((one.of_tokens, other.of_tokens), (one.top, other.top)):
+                    error = float(np.abs(first - second).max())
+                    if not error < LOGPROB_TOLERANCE:
+                        raise AssertionError(f"log-probabilities must be within {LOGPROB_TOLERANCE}, got {error:.2g}")
+                    worst = max(worst, error)
+        return f"within {worst:.1g} of eager ones, {len(kinds)} kinds"
 
     def grammar(self) -> str:
         """Steps in two graphs; masks of bits go up while the first one runs."""
@@ -355,8 +378,8 @@ class Contact:
 
 
 PIECES = (
-    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "grammar", "image", "growth",
-    "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
+    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "grammar", "image",
+    "growth", "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
 )  # fmt: skip
 
 

@@ -379,7 +379,8 @@ class Contact:
 
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "grammar", "image",
-    "growth", "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
+    "growth", "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts",
+    "two_engines",
 )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ class Call:
         if self.logprobs is not None:
             work_on("verify")
             counted = [tokens[:emitted] for tokens, (emitted, _) in zip(gained, ends, strict=True)]
-            self.logprobs.note(self._step.log_laws, live.rows, batch, verdicts.accepted, counted)
+            self.logprobs.note(self._step.logprobs, live.rows, batch, verdicts.accepted, counted)
             work_on("commit")
         self._commit(live, batch, verdicts, gained, ends)
         self._is_settled = self._is_settled and self.scheduler.is_held()

@@ -22,7 +22,7 @@ from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
-from stand.laws.logprobs import PROCESSED, RAW
+from stand.laws.logprobs import PROCESSED, RAW, Drawn
 from stand.laws.sampling import Laws, TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.page_allocator import PageAllocator
@@ -44,7 +44,7 @@ class StepStart:
     wants_features: bool = False  # whether lessons ask for the model's last hidden states
     rider: Rider | None = None  # which backends refuse whose steps do not carry it
     pages: PageAllocator | None = None  # whose page is whose, where the call counts pages
-    logprobs: str | None = None  # RAW or PROCESSED of stand/laws/logprobs.py, where `log_laws` will be asked for
+    logprobs: str | None = None  # RAW or PROCESSED of stand/laws/logprobs.py, where `logprobs` will be asked
 
     @property
     def asked(self) -> dict[str, object]:
@@ -89,9 +89,9 @@ class Step(Protocol):
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
 
-    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
-        """[n, V] float32, log-probabilities after these nodes [n] int64 of the last verdicts, of the kind that
-        `StepStart.logprobs` names; asked before the next forward."""
+    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of nodes of the last verdicts the fields of `TokenLogprobs`, of the kind that `StepStart.logprobs` names;
+        asked before the next forward."""
 
     def features(self) -> torch.Tensor:
         """[M, D]: the model's last hidden state at every node, not written over by later steps; asked where
@@ -138,7 +138,7 @@ class EagerStep:
         self._logits: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
         self._laws: Laws | None = None  # of the last verdicts
-        self._scores: torch.Tensor | None = None  # that they were made of, where `log_laws` needs them
+        self._scores: torch.Tensor | None = None  # that they were made of, where `logprobs` needs them
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -190,11 +190,9 @@ class EagerStep:
         """As in `Laws`."""
         return self._laws.top_ids[:, :count].cpu().numpy(), self._laws.top_probs[:, :count].cpu().numpy()
 
-    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
+    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scores = self._logits if self._logprobs == RAW else self._scores
-        if scores is None:
-            return self._laws.probabilities[_on(self._laws.probabilities, nodes)].log()
-        return torch.log_softmax(scores[_on(scores, nodes)].float(), dim=-1)
+        return drawn.of_probabilities(self._laws.probabilities) if scores is None else drawn.of_scores(scores)
 
     def features(self) -> torch.Tensor:
         return self._features
@@ -207,10 +205,6 @@ class EagerStep:
 
     def close(self) -> None:
         """Nothing outlives the object."""
-
-
-def _on(tensor: torch.Tensor, nodes: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(nodes).to(tensor.device)
 
 
 def keep_paths(cache: TreeCache, lengths: np.ndarray, accepted: Sequence[np.ndarray], going: Iterable[int]) -> None:

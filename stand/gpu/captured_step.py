@@ -39,6 +39,7 @@ from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.swapped_forwards import SwappedForwards
 from stand.gpu.tails import Tails
+from stand.laws.logprobs import Drawn
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.free_memory import lower_limit
@@ -321,8 +322,8 @@ class CapturedStep:
         ids, probabilities = self._unread
         return ids[:, :count], probabilities[:, :count]
 
-    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
-        return self._output.log_laws(nodes, self._logprobs)
+    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._output.logprobs(drawn, self._logprobs)
 
     def features(self) -> torch.Tensor:
         """As in `Step`, a copy."""

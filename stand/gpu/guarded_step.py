@@ -24,6 +24,7 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.packets.page_table import PageTable
 from stand.gpu.packets.step_size import StepLimitError
 from stand.gpu.pooled_step import PooledStep
+from stand.laws.logprobs import Drawn
 from stand.row import LiveRows, Row
 from stand.step import EagerStep, Step, StepStart
 from stand.trees import DraftBatch
@@ -166,8 +167,8 @@ class GuardedStep:
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._step.top_entries(count)
 
-    def log_laws(self, nodes: np.ndarray) -> torch.Tensor:
-        return self._step.log_laws(nodes)
+    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._step.logprobs(drawn)
 
     def features(self) -> torch.Tensor:
         return self._step.features()

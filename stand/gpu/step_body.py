@@ -30,7 +30,7 @@ from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
 from stand.gpu.packets.work_list import Splitting, Tiling
 from stand.gpu.tuning.attention_tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
-from stand.laws.logprobs import RAW
+from stand.laws.logprobs import RAW, Drawn
 from stand.laws.sampling import TargetLaw
 from stand.step import StepStart
 
@@ -187,12 +187,9 @@ class StepOutput:
             )
         return host["stops"][:num_rows], host["next_tokens"][:num_rows].copy()
 
-    def log_laws(self, nodes: np.ndarray, kind: str) -> torch.Tensor:
-        """As in `Step`, of this kind; under greedy decoding `laws` has the softmax of the processed scores."""
-        places = torch.from_numpy(nodes).to(self.laws.device)
-        if kind == RAW:
-            return torch.log_softmax(self.logits[places], dim=-1)
-        return self.laws[places].log()
+    def logprobs(self, drawn: Drawn, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As in `Step`; under greedy decoding `laws` has the softmax of the processed scores."""
+        return drawn.of_scores(self.logits) if kind == RAW else drawn.of_probabilities(self.laws)
 
     def best(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, probabilities float32) [num_nodes, count], copies."""

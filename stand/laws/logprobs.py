@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,30 @@ class TokenLogprobs:
     top: np.ndarray  # [n, k] float32: their log-probabilities
 
 
+class Drawn(NamedTuple):
+    """What is asked of n nodes of a step: their places among its nodes, and the token that came behind each."""
+
+    nodes: np.ndarray  # [n] int64
+    tokens: np.ndarray  # [n] int64
+    count: int  # likeliest tokens that are asked for beside
+
+    def of_scores(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three fields of `TokenLogprobs` under the softmax of scores [M, V]; -inf is no mass."""
+        scores = scores[_on(scores, self.nodes)].float()
+        own, ids, top = self._picked(scores)
+        total = torch.logsumexp(scores, dim=-1)
+        return own - total, ids, top - total[:, None]
+
+    def of_probabilities(self, laws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same under laws [M, V]."""
+        own, ids, top = self._picked(laws[_on(laws, self.nodes)])
+        return own.log(), ids, top.log()
+
+    def _picked(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        top = torch.topk(values, self.count, dim=-1)
+        return values.gather(1, _on(values, self.tokens)[:, None])[:, 0], top.indices.to(torch.int32), top.values
+
+
 class LogprobNotes:
     """What a call writes down of its rows while it decodes them."""
 
@@ -38,23 +63,21 @@ class LogprobNotes:
 
     def note(
         self,
-        log_laws: Callable[[np.ndarray], torch.Tensor],
+        logprobs: Callable[[Drawn], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         rows: Sequence[Row],
         batch: DraftBatch,
         accepted: Sequence[np.ndarray],
         gained: Sequence[list[int]],
     ) -> None:
         """Of a step in which row i gained the tokens gained[i]: those of the path accepted[i] and the one behind it, as
-        far as they count. log_laws: as `Step.log_laws`."""
+        far as they count. logprobs: as `Step.logprobs`."""
         nodes = [
             first + node
             for first, path, tokens in zip(batch.offsets.tolist(), accepted, gained, strict=False)
             for node in [0, *path.tolist()][: len(tokens)]
         ]
-        laws = log_laws(np.array(nodes, dtype=np.int64))
-        tokens = torch.tensor([token for tokens in gained for token in tokens], device=laws.device)
-        top = torch.topk(laws, self._count, dim=-1)
-        found = laws.gather(1, tokens[:, None])[:, 0], top.indices.to(torch.int32), top.values
+        tokens = [token for tokens in gained for token in tokens]
+        found = logprobs(Drawn(np.array(nodes, dtype=np.int64), np.array(tokens, dtype=np.int64), self._count))
         ends = np.cumsum([len(tokens) for tokens in gained])[:-1]
         parts = zip(*(np.split(numbers.cpu().numpy(), ends) for numbers in found), strict=True)
         for row, part in zip(rows, parts, strict=True):
@@ -63,6 +86,10 @@ class LogprobNotes:
     def take(self, row: Row) -> TokenLogprobs:
         """Of a row that has ended, once."""
         return TokenLogprobs(*map(np.concatenate, zip(*self._noted.pop(row.index), strict=True)))
+
+
+def _on(tensor: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(numbers).to(tensor.device)
 
 
 def logprob_notes(count: object, mode: object, *, vocabulary_size: int) -> LogprobNotes | None:

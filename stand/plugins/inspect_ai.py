@@ -24,9 +24,12 @@ try:
         ChatMessage,
         ChatMessageAssistant,
         GenerateConfig,
+        Logprob,
+        Logprobs,
         ModelAPI,
         ModelOutput,
         ModelUsage,
+        TopLogprob,
         modelapi,
     )
     from inspect_ai.tool import ToolChoice, ToolInfo
@@ -136,6 +139,7 @@ class RequestBatches:
                 "num_new": len(output.token_ids[row]),
                 "seconds": output.stats.wall_seconds,
                 "worth": worth,
+                "logprobs": None if output.logprobs is None else _places(tokenizer, output, row),
             }
             for row in range(len(chats))
         ]
@@ -152,7 +156,9 @@ class StandAPI(ModelAPI):
     model's own, as `generation_config.json` has them. A seed, the provider's or a call's own, fixes the random numbers,
     but which requests share a batch depends on time, so a run does not repeat itself token for token.
 
-    Raises ValueError by name for what cannot be served: tools, images, penalties, several choices, log-probabilities.
+    Log-probabilities are the model's own, before temperature and filters.
+
+    Raises ValueError by name for what cannot be served: tools, images, penalties, several choices.
     """
 
     def __init__(
@@ -236,19 +242,41 @@ def _settings(config: GenerateConfig) -> dict:
     """Arguments of `Engine.generate`. Raises ValueError for settings that would be ignored."""
     for name, value in vars(config).items():
         is_known = name in SERVED or name in NOT_THE_MODELS or (name in ("num_choices", "best_of") and value == 1)
+        is_known = is_known or name == "logprobs" or (name == "top_logprobs" and config.logprobs)
         if value is not None and value is not False and not is_known:
             raise ValueError(f"{name} must be left out, got {value!r}; the provider `stand` does not serve it")
     given = {ours: getattr(config, theirs) for theirs, ours in SERVED.items()}
+    given["logprobs"] = (config.top_logprobs or 0) if config.logprobs else None
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _places(tokenizer: object, output: object, row: int) -> list[list[tuple[str, float]]]:
+    """For each new token of a row: text and log-probability of its own, then of the likeliest tokens there."""
+    found = output.logprobs[row]
+    own = zip(output.token_ids[row], found.of_tokens.tolist(), strict=True)
+    others = (zip(*pair, strict=True) for pair in zip(found.top_ids.tolist(), found.top.tolist(), strict=True))
+    return [
+        [(tokenizer.decode([token]), value) for token, value in (first, *rest)]
+        for first, rest in zip(own, others, strict=True)
+    ]
+
+
+def _logprobs(places: list[list[tuple[str, float]]]) -> Logprobs:
+    made = []
+    for (token, value), *others in places:
+        top = [TopLogprob(token=other, logprob=likely, bytes=list(other.encode())) for other, likely in others]
+        made.append(Logprob(token=token, logprob=value, bytes=list(token.encode()), top_logprobs=top or None))
+    return Logprobs(content=made)
 
 
 def _output(model_name: str, answer: dict) -> ModelOutput:
     message = ChatMessageAssistant(content=answer["text"], model=model_name, source="generate")
     total = answer["num_prompt"] + answer["num_new"]
+    logprobs = None if answer["logprobs"] is None else _logprobs(answer["logprobs"])
     usage = ModelUsage(input_tokens=answer["num_prompt"], output_tokens=answer["num_new"], total_tokens=total)
     return ModelOutput(
         model=model_name,
-        choices=[ChatCompletionChoice(message=message, stop_reason=answer["reason"])],
+        choices=[ChatCompletionChoice(message=message, stop_reason=answer["reason"], logprobs=logprobs)],
         usage=usage,
         time=answer["seconds"],
         metadata=answer["worth"],

@@ -9,6 +9,7 @@ import sys
 import types
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from letter_tokenizer import LETTERS, letter_tokenizer
@@ -172,6 +173,7 @@ class Config:
     stop_seqs: list[str] | None = None
     seed: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     num_choices: int | None = None
     reasoning_effort: str | None = None
     timeout: int | None = None
@@ -201,7 +203,8 @@ class PlainModelAPI:
 
 @pytest.fixture
 def inspect_door(monkeypatch):
-    names = ["ChatCompletionChoice", "ChatMessageAssistant", "ModelOutput", "ModelUsage"]
+    names = ["ChatCompletionChoice", "ChatMessageAssistant", "Logprob", "Logprobs", "ModelOutput", "ModelUsage"]
+    names.append("TopLogprob")
     model = module("inspect_ai.model", ChatMessage=Message, GenerateConfig=Config, ModelAPI=PlainModelAPI)
     vars(model).update({name: type(name, (Anything,), {}) for name in names})
     model.modelapi = lambda name: lambda made: made
@@ -306,6 +309,27 @@ def test_inspect_gets_each_prompts_own_answer(provider):
     assert provider.batches.num_calls < len(texts), "requests that came together must be decoded together"
 
 
+@pytest.mark.parametrize("count", [None, 2])
+def test_inspect_gets_log_probabilities(provider, count):
+    config = Config(max_tokens=9, temperature=0.7, logprobs=True, top_logprobs=count)
+    (answer,) = ask_all(provider, ["ABC"], config)
+    choice = answer.given["choices"][0].given
+    places = [place.given for place in choice["logprobs"].given["content"]]
+    engine = stand.wrap(provider.engine.model, provider.engine.tokenizer)
+    alone = engine.generate("ABC", max_new_tokens=9, temperature=0.7, seed=3, logprobs=2)
+    letters = [letter_tokenizer().decode([token]) for token in alone.token_ids[0]]
+    assert [place["token"] for place in places] == letters and len(letters) > 3
+    assert [bytes(place["bytes"]).decode() for place in places] == letters
+    assert np.allclose([place["logprob"] for place in places], alone.logprobs[0].of_tokens, atol=1e-4)
+    for place, ids, values in zip(places, alone.logprobs[0].top_ids, alone.logprobs[0].top, strict=True):
+        found = [] if count is None else [top.given for top in place["top_logprobs"]]
+        assert (place["top_logprobs"] is None) == (count is None)
+        assert [top["token"] for top in found] == [letter_tokenizer().decode([token]) for token in ids[: len(found)]]
+        assert np.allclose([top["logprob"] for top in found], values[: len(found)], atol=1e-4)
+    (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=9))
+    assert answer.given["choices"][0].given["logprobs"] is None
+
+
 def test_inspect_gets_the_engines_errors_and_goes_on(provider):
     wrong, right = Config(max_tokens=4, temperature=-1.0), Config(max_tokens=4)
     assert isinstance(ask_all(provider, ["ABC"], wrong)[0], ValueError)
@@ -352,7 +376,7 @@ def test_inspects_provider_takes_nothing_after_its_end(provider):
 
 
 def test_inspect_refuses_what_would_be_ignored(provider):
-    for config in (Config(logprobs=True), Config(num_choices=2), Config(reasoning_effort="low")):
+    for config in (Config(top_logprobs=2), Config(num_choices=2), Config(reasoning_effort="low")):
         (answer,) = ask_all(provider, ["ABC"], config)
         assert isinstance(answer, ValueError) and "must be left out" in str(answer)
     (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=2, timeout=9, num_choices=1, logprobs=False))

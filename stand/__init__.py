@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from stand.drafters.token_recycling import TokenRecyclingDrafter
     from stand.engine import Engine
     from stand.forward.self_check import UnsupportedModelError
+    from stand.laws.logprobs import TokenLogprobs
     from stand.output import GenerationOutput
     from stand.scheduling.request import Request, Trajectory
     from stand.scheduling.run import Run
     from stand.stats import Stats
+    from stand.texts.confidence import LowConfidence
     from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TreeShape, merge_lookups
     from stand.verifiers import Verifier
     from stand.wrapping import wrap
@@ -65,6 +67,7 @@ _HOMES = {
     "LawSource": "stand.drafters.law_source",
     "Lesson": "stand.drafters.drafter",
     "LookupTree": "stand.trees",
+    "LowConfidence": "stand.texts.confidence",
     "ModelDrafter": "stand.drafters.draft_model",
     "NeighbourLaws": "stand.drafters.neighbours.laws",
     "OutsideLaws": "stand.trees",
@@ -74,6 +77,7 @@ _HOMES = {
     "Stats": "stand.stats",
     "StreamLaws": "stand.drafters.streams.laws",
     "StreamingDrafter": "stand.drafters.streams.drafter",
+    "TokenLogprobs": "stand.laws.logprobs",
     "TokenRecyclingDrafter": "stand.drafters.token_recycling",
     "Trajectory": "stand.scheduling.request",
     "TreeShape": "stand.trees",
@@ -98,6 +102,7 @@ __all__ = [
     "LawSource",
     "Lesson",
     "LookupTree",
+    "LowConfidence",
     "ModelDrafter",
     "NeighbourLaws",
     "OutsideLaws",
@@ -107,6 +112,7 @@ __all__ = [
     "Stats",
     "StreamLaws",
     "StreamingDrafter",
+    "TokenLogprobs",
     "TokenRecyclingDrafter",
     "Trajectory",
     "TreeShape",

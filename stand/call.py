@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 
 from transformers import PreTrainedModel
 
@@ -16,7 +17,7 @@ from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive
-from stand.laws.logprobs import LogprobNotes
+from stand.laws.logprobs import LogprobNotes, TokenLogprobs
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.admission import Admission, beginning
@@ -246,18 +247,15 @@ class Call:
         work_on("forward")
         self._step.forward(batch, live, self._noise(live))
         work_on("verify")
-        verdicts, gained, ends = self._backend.ranks.agreed(self._judge, live, batch)
+        verdicts, gained, ends, read = self._backend.ranks.agreed(self._judge, live, batch)
         if self._drafter is not None:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         if self._rider is not None:
             work_on("draft")
             self._step.ride(verdicts.accepted)
             work_on("commit")
-        if self.logprobs is not None:
-            work_on("verify")
-            counted = [tokens[:emitted] for tokens, (emitted, _) in zip(gained, ends, strict=True)]
-            self.logprobs.note(self._step.logprobs, live.rows, batch, verdicts.accepted, counted)
-            work_on("commit")
+        for row, one, (emitted, _) in zip(live.rows, read, ends, strict=bool(read)):
+            self.logprobs.keep(row, one, emitted)
         self._commit(live, batch, verdicts, gained, ends)
         self._is_settled = self._is_settled and self.scheduler.is_held()
         work_on(None)
@@ -300,22 +298,29 @@ class Call:
             prompt_words=live.prompt_words,
         )
 
-    def _judge(self, live: LiveRows, batch: DraftBatch) -> tuple[Verdicts, list[list[int]], list[End]]:
-        """What stays of the drafts, the tokens that rows would gain with it, and where that ends them."""
-        verdicts = self._step.verify()
+    def _judge(
+        self, live: LiveRows, batch: DraftBatch
+    ) -> tuple[Verdicts, list[list[int]], list[End], list[TokenLogprobs]]:
+        """What stays of the drafts, the tokens that rows would gain with it, where that ends them, and the tokens'
+        log-probabilities where the call notes them."""
+        verdicts, read = self._step.verify(), []
         self.stats.work_on("commit")
         gained, elapsed = verdicts.gained(batch), self.stats.elapsed
-        ends = list(gained)  # a place for each
-        for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
+        for tokens in gained:
             if not 0 <= tokens[-1] < self._vocabulary_size:  # of a rule of the user's
                 raise ValueError(
                     f"rule {self._verifier.name!r} must answer next tokens in [0, {self._vocabulary_size}), got "
                     f"{tokens[-1]}; draw them from the target's rows"
                 )
-            ends[place] = self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed)
+        if self.logprobs is not None:
+            read = self.logprobs.read(self._step.logprobs, batch, verdicts.accepted, gained)
+        ends = [
+            self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed, logprobs=one)
+            for row, tokens, one in zip(live.rows, gained, read or repeat(None), strict=False)
+        ]
         if self._has_processors:
             self._law.check_drawn(batch, verdicts.accepted, [emitted for emitted, _ in ends])
-        return verdicts, gained, ends
+        return verdicts, gained, ends, read
 
     def _commit(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +19,31 @@ RAW, PROCESSED = MODES = "raw_logprobs", "processed_logprobs"  # vLLM's names
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """Of the n new tokens of a row; natural logarithms, -inf where a token has no probability."""
+    """Of n new tokens of a row; natural logarithms, -inf where a token has no probability."""
 
     of_tokens: np.ndarray  # [n] float32
     top_ids: np.ndarray  # [n, k] int32: the likeliest tokens of each place, best first
     top: np.ndarray  # [n, k] float32: their log-probabilities
+
+    def __len__(self) -> int:
+        return len(self.of_tokens)
+
+    def __getitem__(self, places: slice) -> TokenLogprobs:
+        """Of some of the tokens, a view."""
+        return TokenLogprobs(self.of_tokens[places], self.top_ids[places], self.top[places])
+
+    def confidence(self) -> np.ndarray:
+        """[n] float64: minus the mean log-probability of the k likeliest tokens, large where the model is sure
+        (arXiv 2508.15260, section 3.1). Raises ValueError where k is 0."""
+        if not self.top.shape[1]:
+            raise ValueError("confidence needs the likeliest tokens, got logprobs=0; ask for 20, say")
+        return -self.top.mean(axis=1, dtype=np.float64)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+        """One text's parts, in their order."""
+        fields = zip(*((part.of_tokens, part.top_ids, part.top) for part in parts), strict=True)
+        return cls(*map(np.concatenate, fields))
 
 
 class Drawn(NamedTuple):
@@ -59,33 +80,34 @@ class LogprobNotes:
         from, under greedy decoding before the best token is taken."""
         self.mode = mode
         self._count = count
-        self._noted: dict[int, list[tuple[np.ndarray, ...]]] = {}  # by row index, step by step
+        self._noted: dict[int, list[TokenLogprobs]] = {}  # by row index, step by step
 
-    def note(
+    def read(
         self,
         logprobs: Callable[[Drawn], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        rows: Sequence[Row],
         batch: DraftBatch,
         accepted: Sequence[np.ndarray],
         gained: Sequence[list[int]],
-    ) -> None:
-        """Of a step in which row i gained the tokens gained[i]: those of the path accepted[i] and the one behind it, as
-        far as they count. logprobs: as `Step.logprobs`."""
+    ) -> list[TokenLogprobs]:
+        """Of a step's tokens gained[i], by row: those of the path accepted[i] and the one behind it. logprobs: as
+        `Step.logprobs`."""
         nodes = [
             first + node
-            for first, path, tokens in zip(batch.offsets.tolist(), accepted, gained, strict=False)
-            for node in [0, *path.tolist()][: len(tokens)]
+            for first, path in zip(batch.offsets.tolist(), accepted, strict=False)
+            for node in [0, *path.tolist()]
         ]
         tokens = [token for tokens in gained for token in tokens]
         found = logprobs(Drawn(np.array(nodes, dtype=np.int64), np.array(tokens, dtype=np.int64), self._count))
         ends = np.cumsum([len(tokens) for tokens in gained])[:-1]
-        parts = zip(*(np.split(numbers.cpu().numpy(), ends) for numbers in found), strict=True)
-        for row, part in zip(rows, parts, strict=True):
-            self._noted.setdefault(row.index, []).append(part)
+        return list(starmap(TokenLogprobs, zip(*(np.split(one.cpu().numpy(), ends) for one in found), strict=True)))
+
+    def keep(self, row: Row, read: TokenLogprobs, count: int) -> None:
+        """Those of the first `count` tokens of a step, which the row gains."""
+        self._noted.setdefault(row.index, []).append(read[:count])
 
     def take(self, row: Row) -> TokenLogprobs:
         """Of a row that has ended, once."""
-        return TokenLogprobs(*map(np.concatenate, zip(*self._noted.pop(row.index), strict=True)))
+        return TokenLogprobs.joined(self._noted.pop(row.index))
 
 
 def _on(tensor: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:

@@ -85,6 +85,8 @@ class JobReader:
             max_time=self.settings.config.max_time,
         )
         self.logprobs = logprob_notes(logprobs, logprobs_mode, vocabulary_size=text_config(model).vocab_size)
+        if self._stop.wants_logprobs and self.logprobs is None:
+            raise ValueError("a stopping criterion that wants log-probabilities needs logprobs, got None; give 20, say")
         self._law: TargetLaw | None = None
         self._num_jobs = self._next_row = 0
         self._named: set[int] = set()  # numbers that requests gave their rows

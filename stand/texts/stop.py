@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from stand.laws.logprobs import TokenLogprobs
 from stand.own_copy import own_copy
 from stand.row import Row
 from stand.texts.pieces import UNFINISHED
@@ -55,32 +56,40 @@ class StopRule:
         other._criteria, other._max_time = self._criteria, self._max_time
         return other
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any of the criteria asks for them."""
+        return any(map(_wants, self._criteria))
+
     def forget(self, row: Row) -> None:
         """The row has ended: its copies of the criteria may go."""
         self._criteria_of.pop(row.index, None)
 
-    def cut(self, row: Row, token_ids: list[int], *, elapsed: float = 0.0) -> tuple[int, str | None]:
+    def cut(
+        self, row: Row, token_ids: list[int], *, elapsed: float = 0.0, logprobs: TokenLogprobs | None = None
+    ) -> tuple[int, str | None]:
         """How many of a step's tokens the row gains, and why it ends with the last of them, if it does.
 
-        elapsed: seconds that the call has worked so far. The reason is "eos", "stop", "criteria", "length" or "time".
-        Checked token by token, for an end may lie inside an accepted run; but time only ends a row together with a
-        step, like transformers' `MaxTimeCriteria`.
+        elapsed: seconds that the call has worked so far. logprobs: of these tokens, where they are noted. The reason is
+        "eos", "stop", "criteria", "length" or "time". Checked token by token, for an end may lie inside an accepted
+        run; but time only ends a row together with a step, like transformers' `MaxTimeCriteria`.
         """
         if self._stop_strings or self._criteria or not self._end_ids.isdisjoint(token_ids):
-            end = self._first_end(row, token_ids)
+            end = self._first_end(row, token_ids, logprobs)
             if end is not None:
                 return end
         elif len(token_ids) >= row.num_remaining:
             return row.num_remaining, "length"
         return len(token_ids), "time" if elapsed > self._max_time else None
 
-    def _first_end(self, row: Row, token_ids: list[int]) -> tuple[int, str] | None:
+    def _first_end(self, row: Row, token_ids: list[int], logprobs: TokenLogprobs | None) -> tuple[int, str] | None:
         for count, token in enumerate(token_ids, start=1):
             if token in self._end_ids:
                 return count, "eos"
             if self._stop_strings and self._ends_with_stop_string(row, token_ids[:count]):
                 return count, "stop"
-            if self._criteria and self._meets_criteria(row, token_ids[:count]):
+            newest = None if logprobs is None else logprobs[count - 1 : count]
+            if self._criteria and self._meets_criteria(row, token_ids[:count], newest):
                 return count, "criteria"
             if count == row.num_remaining:
                 return count, "length"
@@ -102,14 +111,24 @@ class StopRule:
             texts.append(self._tokenizer.decode([*before, *recent])[len(self._tokenizer.decode(before)) :])
         return any(stop in text for text in texts for stop in self._stop_strings)
 
-    def _meets_criteria(self, row: Row, token_ids: list[int]) -> bool:
-        """All of them are asked about prompt and new tokens [1, L], as plain decoding of this row would ask."""
+    def _meets_criteria(self, row: Row, token_ids: list[int], newest: TokenLogprobs | None) -> bool:
+        """All of them are asked about prompt and new tokens [1, L], as plain decoding of this row would ask; those that
+        want log-probabilities get the newest token's."""
         if row.index not in self._criteria_of:
             self._criteria_of[row.index] = _copies(self._criteria)
         tokens = np.concatenate([row.history, np.array(token_ids, dtype=np.int32)]).astype(np.int64)
         input_ids = torch.from_numpy(tokens)[None].to(self._device)
-        answers = [_checked_answer(criterion(input_ids, None), criterion) for criterion in self._criteria_of[row.index]]
+        answers = [
+            _checked_answer(
+                criterion(input_ids, None, **({"logprobs": newest} if _wants(criterion) else {})), criterion
+            )
+            for criterion in self._criteria_of[row.index]
+        ]
         return any(answers)
+
+
+def _wants(criterion: StoppingCriteria) -> bool:
+    return getattr(criterion, "wants_logprobs", False)
 
 
 def as_strings(given: object) -> tuple[str, ...]:

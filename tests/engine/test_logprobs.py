@@ -13,7 +13,7 @@ from recurrent_models import RECURRENT, recurrent_model
 from scripted_drafter import ScriptedDrafter
 from step_pair import taught_lookup
 from tiny_models import CONFIGS, VOCABULARY_SIZE, kernel_model, tiny_model
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process as library
 from with_pages import needs_pages
 
@@ -195,6 +195,84 @@ def test_for_custom_generate():
     assert difference(found.logprobs[0], found.sequences[0, len(PROMPTS[0]) :].tolist(), laws) < TOLERANCE
     with pytest.raises(ValueError, match="stand_logprobs needs return_dict_in_generate=True"):
         model.generate(prompt, **asked, stand_logprobs=2)
+
+
+class Recording(StoppingCriteria):
+    """Notes what it is told, token by token, and ends a row at a token without much chance."""
+
+    wants_logprobs = True
+
+    def __init__(self):
+        self.told = []
+
+    def __call__(self, input_ids, scores, *, logprobs, **_):
+        assert len(logprobs) == 1 and scores is None
+        self.told.append((int(input_ids[0, -1]), float(logprobs.of_tokens[0])))
+        TOLD[tuple(input_ids[0].tolist())] = list(self.told)
+        return self.told[-1][1] < -4.0
+
+
+TOLD = {}  # by text: what the copy of its row was told
+
+
+def test_criteria_are_told_of_the_newest_token_and_may_end_a_row_by_it():
+    engine = engine_of("llama")
+    asked = {"num_return_sequences": 4, "max_new_tokens": 40, "temperature": 1.4, "top_k": 0, "seed": 8, "learn": False}
+    free = engine.generate(PROMPTS, **asked, logprobs=1)
+    output = engine.generate(PROMPTS, **asked, logprobs=1, stopping_criteria=[Recording()])
+    assert output.stats.mean_acceptance_length > 1.05 and "criteria" in output.finish_reasons
+    for row, (tokens, found) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        told = TOLD[(*PROMPTS[row // 4], *tokens)]
+        assert [token for token, _ in told] == tokens
+        assert np.array_equal(np.array([value for _, value in told], dtype=np.float32), found.of_tokens)
+        is_low = found.of_tokens < -4.0
+        assert not is_low[:-1].any() and is_low[-1] == (output.finish_reasons[row] == "criteria")
+    assert max(map(len, output.token_ids)) <= max(map(len, free.token_ids))
+
+
+@pytest.mark.parametrize("window", [1, 6, 50])
+def test_rows_end_where_their_confidence_falls(window):
+    """With the rule `match` rows share nothing, so that an end of one changes no other's tokens."""
+    engine = engine_of("llama", "match")
+    asked = {"num_return_sequences": 4, "max_new_tokens": 40, **SAMPLED, "seed": 8, "learn": False, "logprobs": 5}
+    free = engine.generate(PROMPTS, **asked, stop_token_ids=[])
+    means = [
+        np.convolve(found.confidence(), np.ones(window) / window, mode="valid") if window <= 40 else np.array([])
+        for found in free.logprobs
+    ]
+    threshold = float(np.median([mean.min() for mean in means if len(mean)])) if window <= 40 else 1e9
+    criterion = stand.LowConfidence(threshold, window=window)
+    output = engine.generate(PROMPTS, **asked, stop_token_ids=[], stopping_criteria=[criterion])
+    assert len(criterion._latest) == 0  # rows have copies
+    for whole, tokens, mean, reason in zip(free.token_ids, output.token_ids, means, output.finish_reasons, strict=True):
+        low = np.flatnonzero(mean < threshold - 1e-9)
+        length = low[0] + window if len(low) else 40
+        assert tokens == whole[:length] and reason == ("criteria" if length < 40 or len(low) else "length")
+    assert ("criteria" in output.finish_reasons) == (window <= 40)
+
+
+def test_confidence_is_minus_the_mean_of_the_likeliest():
+    found = engine_of("llama").generate(PROMPTS[:1], **SAMPLED, max_new_tokens=8, seed=1, logprobs=4).logprobs[0]
+    assert (
+        np.allclose(found.confidence(), -found.top.mean(axis=1), atol=1e-5) and found.confidence().dtype == np.float64
+    )
+    with pytest.raises(ValueError, match="confidence needs the likeliest tokens, got logprobs=0"):
+        engine_of("llama").generate(PROMPTS[:1], max_new_tokens=1, **GREEDY, logprobs=0).logprobs[0].confidence()
+
+
+def test_what_a_confidence_cannot_be_made_of():
+    engine, criterion = engine_of("llama"), [stand.LowConfidence(1.0, window=1)]
+    with pytest.raises(ValueError, match="a stopping criterion that wants log-probabilities needs logprobs"):
+        engine.generate(PROMPTS, **GREEDY, max_new_tokens=2, stopping_criteria=criterion)
+    asked = {"max_new_tokens": 2, "stopping_criteria": criterion, "logprobs": 5, "seed": 0}
+    with pytest.raises(ValueError, match="confidence needs as many tokens of some probability"):
+        engine.generate(PROMPTS, temperature=1.0, top_k=3, **asked, logprobs_mode=PROCESSED)
+    with pytest.raises(ValueError, match="threshold must be a number, got 'low'"):
+        stand.LowConfidence("low")
+    with pytest.raises(ValueError, match="threshold must be a number, got nan"):
+        stand.LowConfidence(float("nan"))
+    with pytest.raises(ValueError, match="window must be an integer >= 1, got 0"):
+        stand.LowConfidence(1.0, window=0)
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.5, "3", VOCABULARY_SIZE + 1])

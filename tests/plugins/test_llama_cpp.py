@@ -9,12 +9,14 @@ import fake_llama_cpp as fake
 import numpy as np
 import pytest
 import torch
+from plain_logprobs import difference
 from transformers import LogitsProcessor
 
 import stand
 from stand.forward.cache.tree_cache import CacheMemoryError
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import UnsupportedModelError, check_tree
+from stand.laws.logprobs import MODES
 from stand.trees import DraftBatch
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -81,6 +83,21 @@ def test_tokens_may_be_limited():
     assert drafted.token_ids == plain.token_ids and drafted.stats.mean_acceptance_length > 1.1
     steps = {(after - before) % 32 for row in plain.token_ids for before, after in pairwise(row)}
     assert steps == {1, 5, 6}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_are_those_of_texts_scored_one_by_one(mode):
+    asked = {"num_return_sequences": 2, "temperature": 0.7, "top_k": 0, "seed": 4, "logprobs": 2, "logprobs_mode": mode}
+    engine = drafting()
+    for _ in range(2):
+        output = engine.generate(input_ids=PROMPTS, **asked, **LONG)
+    assert output.stats.mean_acceptance_length > 1.1
+    scale = 1.0 if mode == MODES[0] else 0.7
+    for row, (tokens, found) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        text = [*PROMPTS[row // 2], *tokens]
+        prefixes = [tuple(text[:length]) for length in range(len(PROMPTS[row // 2]), len(text))]
+        logits = torch.stack([torch.as_tensor(fake.plain_logits(prefix)).float() for prefix in prefixes])
+        assert difference(found, tokens, torch.log_softmax(logits / scale, dim=-1)) < 1e-4
 
 
 def test_logits_are_not_written_over():

@@ -18,6 +18,7 @@ from mlx_lm.models import base  # noqa: E402
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache  # noqa: E402
 from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
 from mlx_lm.tuner.utils import linear_to_lora_layers  # noqa: E402
+from plain_logprobs import difference  # noqa: E402
 from tiny_mlx import HYBRIDS, SERVED, VOCABULARY_SIZE, WINDOW, own_greedy, tiny_model  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
@@ -48,6 +49,16 @@ def test_greedy_tokens_are_mlx_lms_own(architecture):
     output = drafting(model).generate(input_ids=PROMPTS, max_new_tokens=30, do_sample=False)
     assert output.token_ids == [own_greedy(model, prompt, 30) for prompt in PROMPTS]
     assert output.stats.num_accepted_draft_tokens > 0
+
+
+def test_logprobs_are_those_of_whole_texts():
+    model = tiny_model("qwen3")
+    asked = {"max_new_tokens": 20, "temperature": 0.7, "seed": 3, "logprobs": 2}
+    output = drafting(model).generate(input_ids=PROMPTS, **asked)
+    for prompt, tokens, found in zip(PROMPTS, output.token_ids, output.logprobs, strict=True):
+        logits = text_logits(model, np.array([*prompt, *tokens[:-1]]), len(tokens))
+        laws = torch.log_softmax(logits, dim=-1)
+        assert difference(found, tokens, laws) < 1e-3
 
 
 def test_the_page_tells_how_many_architectures_were_tried():

@@ -1,6 +1,7 @@
 """Log-probabilities of new tokens and of the likeliest ones: those of plain forwards, whatever was drafted."""
 
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from every_day import every_day
 from image_cases import IMAGE, image_model, image_prompt
 from letter_tokenizer import letter_tokenizer
 from plain_logprobs import difference, plain_log_laws
+from printed_page import run_page
 from recurrent_models import RECURRENT, recurrent_model
 from scripted_drafter import ScriptedDrafter
 from step_pair import taught_lookup
@@ -23,6 +25,7 @@ from stand.plugins.generate import stand_generate, use_engine
 from stand.scheduling import within_pages
 from stand.scheduling.free_memory import bytes_per_token
 
+PAGE = Path(__file__).parents[2] / "docs" / "logprobs.md"
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]
 SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
 WARPERS = [library.TemperatureLogitsWarper(0.7), library.TopKLogitsWarper(20), library.TopPLogitsWarper(0.9)]
@@ -293,3 +296,12 @@ def test_a_stream_has_no_place_for_them():
     engine = stand.wrap(tiny_model("llama"), letter_tokenizer())
     with pytest.raises(ValueError, match="logprobs is a setting of generate and run"):
         engine.stream([3, 4], max_new_tokens=2, logprobs=1)
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
+def test_the_page_runs_as_printed(tmp_path, monkeypatch):
+    namespace = run_page(PAGE, tmp_path, monkeypatch)
+    assert len(namespace["output"].logprobs) == 8 and namespace["first"].top.shape[1] == 20
+    assert namespace["votes"].most_common(1)[0][0] == "4"  # 8^34 mod 5
+    reasons = namespace["more"].finish_reasons
+    assert set(reasons) <= {"criteria", "eos", "length"} and namespace["threshold"] > 0

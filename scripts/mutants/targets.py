@@ -64,7 +64,7 @@ TARGETS = (
             "gpu",
             *("gpu_processors", "gpu_step", "gpu_guarded_step", "gpu_features", "gpu_streams", "gpu_model_state"),
             *("gpu_put_back", "gpu_recurrent_step", "gpu_self_check", "gpu_runner", "gpu_no_wait", "gpu_moving_ropes"),
-            "gpu_small_law",
+            *("gpu_small_law", "gpu_logprobs"),
         ),
     ),
     Target("filters", ("stand/laws/*.h",), _tests("engine", "filters", "sampling")),
@@ -168,6 +168,11 @@ TARGETS = (
         "media",
         ("stand/media/*.py", "stand/texts/chats.py", "stand/forward/window_check.py"),
         _tests("engine", "images", "prompts", "multimodal_models"),
+    ),
+    Target(
+        "logprobs",
+        ("stand/laws/logprobs.py", "stand/texts/confidence.py", "stand/texts/stop.py"),
+        (*_tests("engine", "logprobs", "stop"), *_tests("gpu", "gpu_logprobs")),
     ),
     Target(
         "devices",

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 
 from transformers import PreTrainedModel
 
@@ -17,7 +16,7 @@ from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive
-from stand.laws.logprobs import LogprobNotes, TokenLogprobs
+from stand.laws.logprobs import LogprobNotes, StepLogprobs
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.admission import Admission, beginning
@@ -254,8 +253,8 @@ class Call:
             work_on("draft")
             self._step.ride(verdicts.accepted)
             work_on("commit")
-        for row, one, (emitted, _) in zip(live.rows, read, ends, strict=bool(read)):
-            self.logprobs.keep(row, one, emitted)
+        if read is not None:
+            self.logprobs.keep(live.rows, read, [emitted for emitted, _ in ends])
         self._commit(live, batch, verdicts, gained, ends)
         self._is_settled = self._is_settled and self.scheduler.is_held()
         work_on(None)
@@ -300,10 +299,10 @@ class Call:
 
     def _judge(
         self, live: LiveRows, batch: DraftBatch
-    ) -> tuple[Verdicts, list[list[int]], list[End], list[TokenLogprobs]]:
+    ) -> tuple[Verdicts, list[list[int]], list[End], StepLogprobs | None]:
         """What stays of the drafts, the tokens that rows would gain with it, where that ends them, and the tokens'
         log-probabilities where the call notes them."""
-        verdicts, read = self._step.verify(), []
+        verdicts, read = self._step.verify(), None
         self.stats.work_on("commit")
         gained, elapsed = verdicts.gained(batch), self.stats.elapsed
         for tokens in gained:
@@ -314,10 +313,11 @@ class Call:
                 )
         if self.logprobs is not None:
             read = self.logprobs.read(self._step.logprobs, batch, verdicts.accepted, gained)
-        ends = [
-            self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed, logprobs=one)
-            for row, tokens, one in zip(live.rows, gained, read or repeat(None), strict=False)
-        ]
+        ends = list(gained)  # a place for each
+        for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
+            stop = self.scheduler.job_of(row).stop
+            told = read.of(place, len(tokens)) if stop.wants_logprobs else None
+            ends[place] = stop.cut(row, tokens, elapsed=elapsed, logprobs=told)
         if self._has_processors:
             self._law.check_drawn(batch, verdicts.accepted, [emitted for emitted, _ in ends])
         return verdicts, gained, ends, read

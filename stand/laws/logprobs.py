@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -39,12 +38,6 @@ class TokenLogprobs:
             raise ValueError("confidence needs the likeliest tokens, got logprobs=0; ask for 20, say")
         return -self.top.mean(axis=1, dtype=np.float64)
 
-    @classmethod
-    def joined(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
-        """One text's parts, in their order."""
-        fields = zip(*((part.of_tokens, part.top_ids, part.top) for part in parts), strict=True)
-        return cls(*map(np.concatenate, fields))
-
 
 class Drawn(NamedTuple):
     """What is asked of n nodes of a step: their places among its nodes, and the token that came behind each."""
@@ -70,6 +63,26 @@ class Drawn(NamedTuple):
         return values.gather(1, _on(values, self.tokens)[:, None])[:, 0], top.indices.to(torch.int32), top.values
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """Of the tokens that a step's rows may gain, one row's after another's."""
+
+    starts: list[int]  # the first token of each row
+    fields: tuple[np.ndarray, np.ndarray, np.ndarray]  # of `TokenLogprobs`
+
+    def of(self, place: int, count: int) -> TokenLogprobs:
+        """Of the first `count` tokens of the row in this place, views."""
+        return TokenLogprobs(*(field[self._span(place, count)] for field in self.fields))
+
+    def copied(self, place: int, count: int) -> tuple[np.ndarray, ...]:
+        """The same fields by themselves: a view would keep those of all rows."""
+        span = self._span(place, count)
+        return tuple([field[span].copy() for field in self.fields])
+
+    def _span(self, place: int, count: int) -> slice:
+        return slice(self.starts[place], self.starts[place] + count)
+
+
 class LogprobNotes:
     """What a call writes down of its rows while it decodes them."""
 
@@ -80,7 +93,7 @@ class LogprobNotes:
         from, under greedy decoding before the best token is taken."""
         self.mode = mode
         self._count = count
-        self._noted: dict[int, list[TokenLogprobs]] = {}  # by row index, step by step
+        self._noted: dict[int, list[tuple[np.ndarray, ...]]] = {}  # by row index, step by step: fields
 
     def read(
         self,
@@ -88,26 +101,27 @@ class LogprobNotes:
         batch: DraftBatch,
         accepted: Sequence[np.ndarray],
         gained: Sequence[list[int]],
-    ) -> list[TokenLogprobs]:
+    ) -> StepLogprobs:
         """Of a step's tokens gained[i], by row: those of the path accepted[i] and the one behind it. logprobs: as
         `Step.logprobs`."""
-        nodes = [
-            first + node
-            for first, path in zip(batch.offsets.tolist(), accepted, strict=False)
-            for node in [0, *path.tolist()]
-        ]
-        tokens = [token for tokens in gained for token in tokens]
+        nodes: list[int] = []
+        tokens: list[int] = []
+        starts: list[int] = []
+        for first, path, own in zip(batch.offsets.tolist(), accepted, gained, strict=False):
+            starts.append(len(tokens))
+            nodes += [first, *(first + path).tolist()]
+            tokens += own
         found = logprobs(Drawn(np.array(nodes, dtype=np.int64), np.array(tokens, dtype=np.int64), self._count))
-        ends = np.cumsum([len(tokens) for tokens in gained])[:-1]
-        return list(starmap(TokenLogprobs, zip(*(np.split(one.cpu().numpy(), ends) for one in found), strict=True)))
+        return StepLogprobs(starts, tuple(field.cpu().numpy() for field in found))
 
-    def keep(self, row: Row, read: TokenLogprobs, count: int) -> None:
-        """Those of the first `count` tokens of a step, which the row gains."""
-        self._noted.setdefault(row.index, []).append(read[:count])
+    def keep(self, rows: Sequence[Row], read: StepLogprobs, counts: Iterable[int]) -> None:
+        """Of each row's tokens so many, which it gains."""
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            self._noted.setdefault(row.index, []).append(read.copied(place, count))
 
     def take(self, row: Row) -> TokenLogprobs:
         """Of a row that has ended, once."""
-        return TokenLogprobs.joined(self._noted.pop(row.index))
+        return TokenLogprobs(*map(np.concatenate, zip(*self._noted.pop(row.index), strict=True)))
 
 
 def _on(tensor: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:

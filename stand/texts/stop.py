@@ -46,6 +46,7 @@ class StopRule:
         self._window = max((len(text.encode()) for text in stop_strings), default=0) + 4
         self._criteria = _checked_criteria(criteria)
         _copies(self._criteria)
+        self.wants_logprobs = any(map(_wants, self._criteria))
         self._criteria_of: dict[int, list[StoppingCriteria]] = {}  # by row index
         self._device = device
         self._max_time = math.inf if max_time is None else max_time
@@ -53,13 +54,8 @@ class StopRule:
     def with_ends(self, end_ids: Iterable[int], stop_strings: tuple[str, ...]) -> StopRule:
         """The same rule, same time, with other end tokens and stop strings; see `__init__`."""
         other = StopRule(end_ids, stop_strings=stop_strings, tokenizer=self._tokenizer, device=self._device)
-        other._criteria, other._max_time = self._criteria, self._max_time
+        other._criteria, other._max_time, other.wants_logprobs = self._criteria, self._max_time, self.wants_logprobs
         return other
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether any of the criteria asks for them."""
-        return any(map(_wants, self._criteria))
 
     def forget(self, row: Row) -> None:
         """The row has ended: its copies of the criteria may go."""

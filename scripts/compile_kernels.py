@@ -5,8 +5,8 @@ Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD,WORD]
 Each specimen of scripts/specimens is compiled for each compute capability. `--only` keeps specimens whose module or
 name contains a WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
 bytes, matrix instructions (wgmma, tcgen05, mma or -), products whose operand in registers is overwritten while it may
-still be read (gpu_parts/wgmma_inputs.py; none should be). Ends with exit status 1 when something does not compile. Last
-line: JSON.
+still be read (gpu_parts/wgmma_inputs.py; none should be). Progress goes to stderr. Ends with exit status 1 when
+something does not compile. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import triton
 from gpu_parts.wgmma_inputs import disassembled, num_register_products, overwritten_inputs
 from measuring.option_types import count_list
+from measuring.progress import Progress
 from measuring.text_table import format_table
 from specimens.registry import SPECIMENS
 from specimens.specimen import Specimen
@@ -109,13 +110,19 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="parts of modules' or specimens' names, comma-separated")
     options = parser.parse_args()
-    lines = []
-    for module, specimens in SPECIMENS.items():
-        for specimen in specimens():
-            if any(word in module or word in specimen.name for word in options.only.split(",")):
-                lines += [describe(module, specimen, capability) for capability in options.targets]
-    if not lines:
+    words, lines = options.only.split(","), []
+    asked = [
+        (module, specimen)
+        for module, specimens in SPECIMENS.items()
+        for specimen in specimens()
+        if any(word in module or word in specimen.name for word in words)
+    ]
+    if not asked:
         parser.error(f"--only must be parts of modules' or specimens' names, got {options.only!r}")
+    progress = Progress(len(asked))
+    for module, specimen in asked:
+        lines += [describe(module, specimen, capability) for capability in options.targets]
+        progress.add(1, f"{module}, {specimen.name}")
     columns = ("module", "specimen", "target", "registers", "spill_bytes", "shared_bytes", "matrix", "overwritten")
     print(format_table(columns, [[line.get(column) for column in columns] for line in lines]))
     failures = [line for line in lines if "error" in line]

@@ -1,4 +1,4 @@
-"""Plain decoding, end to end: this engine at one token per step in five ways, and transformers' generate, on one model.
+"""Plain decoding, end to end: this engine at one token per step in six ways, and transformers' generate, on one model.
 
 Figures are tokens per second of all rows behind the prompt: the time of a call for a single token is taken off.
 """
@@ -19,9 +19,9 @@ from stand.backend import Backend, CapturedBackend, EagerBackend
 
 OURS, EAGER, COMPILED = "stand, no drafts", "generate, eager", "generate, static + compile"
 FILTERED, UNFUSED, SDPA = "stand, top_p", "stand, fuse=False", "stand, backend=sdpa"
-PENALISED = "stand, repetition_penalty"
+PENALISED, NOTED = "stand, repetition_penalty", "stand, logprobs"
 SLOW = (EAGER, SDPA)
-TEMPERATURE, TOP_P, PENALTY = 0.6, 0.95, 1.05
+TEMPERATURE, TOP_P, PENALTY, LOGPROBS = 0.6, 0.95, 1.05, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class DecodeSizes:
 FULL = DecodeSizes(
     cells=(
         (OURS, 1, 2048), (EAGER, 1, 2048), (FILTERED, 1, 2048), (PENALISED, 1, 2048), (UNFUSED, 1, 2048),
-        (SDPA, 1, 2048), (OURS, 8, 2048), (EAGER, 8, 2048), (FILTERED, 8, 2048), (OURS, 1, 16384), (EAGER, 1, 16384),
-        (PENALISED, 1, 16384), (OURS, 4, 2048), (EAGER, 4, 2048), (OURS, 16, 2048), (EAGER, 16, 2048),
+        (SDPA, 1, 2048), (OURS, 8, 2048), (EAGER, 8, 2048), (FILTERED, 8, 2048), (NOTED, 8, 2048), (OURS, 1, 16384),
+        (EAGER, 1, 16384), (PENALISED, 1, 16384), (OURS, 4, 2048), (EAGER, 4, 2048), (OURS, 16, 2048), (EAGER, 16, 2048),
     ),
     compiled_cells=((COMPILED, 1, 2048),),
     generated=128,
     slowly_generated=32,
 )  # fmt: skip
 SMOKE = DecodeSizes(
-    cells=tuple((engine, 1, 5) for engine in (OURS, EAGER, FILTERED, PENALISED, UNFUSED, SDPA)), compiled_cells=(),
-    generated=3, slowly_generated=3,
+    cells=tuple((engine, 1, 5) for engine in (OURS, EAGER, FILTERED, PENALISED, NOTED, UNFUSED, SDPA)),
+    compiled_cells=(), generated=3, slowly_generated=3,
 )  # fmt: skip
 
 
@@ -84,6 +84,7 @@ class DecodeBench:
             OURS: self._with_stand,
             FILTERED: partial(self._with_stand, top_p=TOP_P),
             PENALISED: partial(self._with_stand, penalty=PENALTY),
+            NOTED: partial(self._with_stand, logprobs=LOGPROBS),
             UNFUSED: partial(self._with_stand, backend=CapturedBackend(bench.model, "not fused")),
             SDPA: partial(self._with_stand, backend=EagerBackend(bench.model, "asked for")),
             EAGER: self._with_generate,
@@ -131,6 +132,7 @@ class DecodeBench:
         *,
         top_p: float = 1.0,
         penalty: float = 1.0,
+        logprobs: int | None = None,
         backend: Backend | None = None,
     ) -> int:
         """backend: in place of the engine's own, for this call."""
@@ -140,7 +142,7 @@ class DecodeBench:
         try:
             output = engine.generate(
                 input_ids=prompts, max_new_tokens=count, temperature=TEMPERATURE, top_k=0, top_p=top_p,
-                repetition_penalty=penalty, stop_token_ids=[], seed=0, draft=False,
+                repetition_penalty=penalty, stop_token_ids=[], seed=0, draft=False, logprobs=logprobs,
             )  # fmt: skip
             if engine.backend.name != name:
                 raise RuntimeError(f"the back end must stay {name}, got {engine.backend}: {engine.backend.reason}")

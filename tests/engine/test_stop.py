@@ -112,7 +112,7 @@ def test_criteria_that_cannot_be_asked_are_refused(criteria, rule):
 def test_time_ends_a_row_with_its_step():
     rule = StopRule([9], max_time=1.0).with_ends([9], ())
     row = Row(0, np.array([5], dtype=np.int32), 8)
-    assert rule.cut(row, [7, 7], elapsed=0.9) == (2, None)
+    assert rule.cut(row, [7, 7], elapsed=0.9) == rule.cut(row, [7, 7], elapsed=1.0) == (2, None)
     assert rule.cut(row, [7, 7, 7], elapsed=1.1) == (3, "time")
     assert rule.cut(row, [7, 9, 7], elapsed=1.1) == (2, "eos")
 

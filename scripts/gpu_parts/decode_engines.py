@@ -42,7 +42,8 @@ FULL = DecodeSizes(
     cells=(
         (OURS, 1, 2048), (EAGER, 1, 2048), (FILTERED, 1, 2048), (PENALISED, 1, 2048), (UNFUSED, 1, 2048),
         (SDPA, 1, 2048), (OURS, 8, 2048), (EAGER, 8, 2048), (FILTERED, 8, 2048), (NOTED, 8, 2048), (OURS, 1, 16384),
-        (EAGER, 1, 16384), (PENALISED, 1, 16384), (OURS, 4, 2048), (EAGER, 4, 2048), (OURS, 16, 2048), (EAGER, 16, 2048),
+        (EAGER, 1, 16384), (PENALISED, 1, 16384), (OURS, 4, 2048), (EAGER, 4, 2048), (OURS, 16, 2048),
+        (EAGER, 16, 2048),
     ),
     compiled_cells=((COMPILED, 1, 2048),),
     generated=128,

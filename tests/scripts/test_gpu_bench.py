@@ -119,8 +119,8 @@ def test_smoke_runs_every_part(smoke):
             "traverse kernel, rows", "race kernel, rows",
         },
         "decoding": {
-            "stand, no drafts", "generate, eager", "stand, top_p", "stand, repetition_penalty", "stand, logprobs", "stand, fuse=False",
-            "stand, backend=sdpa",
+            "stand, no drafts", "generate, eager", "stand, top_p", "stand, repetition_penalty", "stand, logprobs",
+            "stand, fuse=False", "stand, backend=sdpa",
         },
         "replay": {"no drafts", "3 nodes", "measured costs"},
         "attention": {"attention", "attention in pages"},

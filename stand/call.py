@@ -64,7 +64,7 @@ class Call:
         self.seed = seed
         self.stats = Stats()
         self._border = switching_length(model)  # of rows, see `stand.forward.long_factors`
-        self.scheduler = Scheduler(_same_on_all(backend.ranks, jobs), admission, border=self._border)
+        self.scheduler = Scheduler(_same_on_all(backend.ranks, jobs, logprobs), admission, border=self._border)
         self._model = model
         self._vocabulary_size = text_config(model).vocab_size
         self._backend = backend
@@ -214,7 +214,7 @@ class Call:
                 wants_features=self._wants_features,
                 rider=self._rider,
                 pages=self.scheduler.admission.pages,
-                logprobs=None if self.logprobs is None else self.logprobs.mode,
+                logprobs=None if self.logprobs is None else self.logprobs.kind,
             )
         )
 
@@ -363,8 +363,9 @@ class Call:
         self.stats.work_on(interrupted)
 
 
-def _same_on_all(ranks: Ranks, jobs: Iterable[Job]) -> Iterator[Job]:
+def _same_on_all(ranks: Ranks, jobs: Iterable[Job], logprobs: LogprobNotes | None) -> Iterator[Job]:
     """The jobs, each once all ranks have read the same one."""
+    ranks.check_alike(None if logprobs is None else (logprobs.count, logprobs.kind), "logprobs or logprobs_mode")
     for job in jobs:
         ranks.check_alike((job.rows, job.limit, job.prompt.tobytes(), job.shown), "prompts or limits")
         yield job

@@ -216,6 +216,11 @@ class Engine:
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, got none; pass tokenizer= to stand.wrap")
+        if settings.get("logprobs") is not None:
+            raise ValueError(
+                f"a stream has no place for log-probabilities, got logprobs={settings['logprobs']!r}; use generate or "
+                "run, also for criteria that want them"
+            )
         committed: list[tuple[int, str]] = []
         texts: dict[int, TextPieces] = {}
 
@@ -224,8 +229,6 @@ class Engine:
             committed.append((row.index, pieces.add(token_ids, is_last=row.finish_reason is not None)))
 
         call, _ = self._new_call(prompts, collect, **settings)
-        if call.logprobs is not None:
-            raise ValueError("logprobs is a setting of generate and run, got it in stream; leave it out, or use run")
         return shown(call.steps(), committed)
 
     @torch.inference_mode()

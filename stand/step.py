@@ -22,7 +22,7 @@ from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
-from stand.laws.logprobs import PROCESSED, RAW, Drawn
+from stand.laws.logprobs import PROCESSED, RAW, Drawn, Fields, are_of_laws
 from stand.laws.sampling import Laws, TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.page_allocator import PageAllocator
@@ -89,9 +89,9 @@ class Step(Protocol):
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
 
-    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of nodes of the last verdicts the fields of `TokenLogprobs`, of the kind that `StepStart.logprobs` names;
-        asked before the next forward."""
+    def logprobs(self, drawn: Drawn) -> Fields:
+        """Of nodes of the last verdicts, of the kind that `StepStart.logprobs` names; asked before the next
+        forward."""
 
     def features(self) -> torch.Tensor:
         """[M, D]: the model's last hidden state at every node, not written over by later steps; asked where
@@ -163,7 +163,7 @@ class EagerStep:
     def verify(self) -> Verdicts:
         scores = self._law.process(self._logits, self._batch, self._live.rows)
         self._laws = self._law.laws(scores, self._num_top)
-        self._scores = scores if self._logprobs == PROCESSED and self._law.params.is_greedy else None
+        self._scores = None if self._logprobs != PROCESSED or are_of_laws(PROCESSED, self._law) else scores
         verdicts = self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
         return replace(verdicts, accepted=[vector(path, "accepted") for path in verdicts.accepted])  # a user's rule's
 
@@ -190,9 +190,12 @@ class EagerStep:
         """As in `Laws`."""
         return self._laws.top_ids[:, :count].cpu().numpy(), self._laws.top_probs[:, :count].cpu().numpy()
 
-    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scores = self._logits if self._logprobs == RAW else self._scores
-        return drawn.of_probabilities(self._laws.probabilities) if scores is None else drawn.of_scores(scores)
+    def logprobs(self, drawn: Drawn) -> Fields:
+        if self._logprobs == RAW:
+            return drawn.of_scores(self._logits)
+        if self._scores is None:
+            return drawn.of_laws(self._laws.probabilities)
+        return drawn.of_scores(self._scores, self._law.warp)
 
     def features(self) -> torch.Tensor:
         return self._features

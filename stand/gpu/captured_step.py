@@ -36,10 +36,10 @@ from stand.gpu.packets.page_table import PageTable, PoolSize
 from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize, sizes_for
 from stand.gpu.runner import Program, Runner, runner_for
-from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
+from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput, needs_logits
 from stand.gpu.swapped_forwards import SwappedForwards
 from stand.gpu.tails import Tails
-from stand.laws.logprobs import Drawn
+from stand.laws.logprobs import Drawn, Fields
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.free_memory import lower_limit
@@ -85,7 +85,7 @@ class CapturedStep:
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._has_states = bool(recurrent_layers(model))  # which take memory by places, as the call has counted them
         asked = {"wants_features": wants_features, "rider": rider, "has_processors": self._is_split}
-        self._output = StepOutput(model, num_rows, logprobs=logprobs, **asked)
+        self._output = StepOutput(model, num_rows, keeps_logits=needs_logits(logprobs, law), **asked)
         self.runner = runner_for(model.device) if runner is None else runner
         self._forwards = SwappedForwards(model, fusion)
         self._tails = (
@@ -322,8 +322,8 @@ class CapturedStep:
         ids, probabilities = self._unread
         return ids[:, :count], probabilities[:, :count]
 
-    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._output.logprobs(drawn, self._logprobs)
+    def logprobs(self, drawn: Drawn) -> Fields:
+        return self._output.logprobs(drawn, self._logprobs, self._processing)
 
     def features(self) -> torch.Tensor:
         """As in `Step`, a copy."""

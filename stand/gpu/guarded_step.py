@@ -24,7 +24,7 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.packets.page_table import PageTable
 from stand.gpu.packets.step_size import StepLimitError
 from stand.gpu.pooled_step import PooledStep
-from stand.laws.logprobs import Drawn
+from stand.laws.logprobs import Drawn, Fields
 from stand.row import LiveRows, Row
 from stand.step import EagerStep, Step, StepStart
 from stand.trees import DraftBatch
@@ -167,7 +167,7 @@ class GuardedStep:
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._step.top_entries(count)
 
-    def logprobs(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def logprobs(self, drawn: Drawn) -> Fields:
         return self._step.logprobs(drawn)
 
     def features(self) -> torch.Tensor:

@@ -30,7 +30,7 @@ from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
 from stand.gpu.packets.work_list import Splitting, Tiling
 from stand.gpu.tuning.attention_tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
-from stand.laws.logprobs import RAW, Drawn
+from stand.laws.logprobs import PROCESSED, RAW, Drawn, Fields, are_of_laws
 from stand.laws.sampling import TargetLaw
 from stand.step import StepStart
 
@@ -48,7 +48,7 @@ class StepOutput:
         *,
         wants_features: bool = False,
         rider: Rider | None = None,
-        logprobs: str | None = None,
+        keeps_logits: bool = False,
         has_processors: bool = False,
     ):
         config = text_config(model)
@@ -59,7 +59,7 @@ class StepOutput:
         self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.scores = torch.zeros_like(self.laws) if has_processors else None  # theirs, before and after
-        self.logits = torch.zeros_like(self.laws) if logprobs == RAW else None  # the model's, for log-probabilities
+        self.logits = torch.zeros_like(self.laws) if keeps_logits else None  # for log-probabilities
         self.rider = rider
         self.features: torch.Tensor | None = None  # [most, D]: last hidden states, where they are wanted
         self.watched: torch.Tensor | None = None  # [most, D]: what the rider sees of the forward
@@ -98,7 +98,7 @@ class StepOutput:
             self.has_splits_of(start.num_places)
             and (self.scores is not None or not start.law.has_processors)
             and (self.features is not None or not start.wants_features)
-            and (self.logits is not None or start.logprobs != RAW)
+            and (self.logits is not None or not needs_logits(start.logprobs, start.law))
             and (start.rider is None or start.rider is self.rider)
         )
 
@@ -187,13 +187,22 @@ class StepOutput:
             )
         return host["stops"][:num_rows], host["next_tokens"][:num_rows].copy()
 
-    def logprobs(self, drawn: Drawn, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As in `Step`; under greedy decoding `laws` has the softmax of the processed scores."""
-        return drawn.of_scores(self.logits) if kind == RAW else drawn.of_probabilities(self.laws)
+    def logprobs(self, drawn: Drawn, kind: str, law: TargetLaw) -> Fields:
+        """As in `Step`, of a call with this law."""
+        if kind == RAW:
+            return drawn.of_scores(self.logits)
+        if are_of_laws(kind, law):
+            return drawn.of_laws(self.laws)
+        return drawn.of_scores(self.scores if law.has_processors else self.logits, law.warp)
 
     def best(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, probabilities float32) [num_nodes, count], copies."""
         return self._best.host["ids"][:num_nodes].copy(), self._best.host["probabilities"][:num_nodes].copy()
+
+
+def needs_logits(logprobs: str | None, law: TargetLaw) -> bool:
+    """Whether a call's log-probabilities are made of the model's logits, which a step keeps then."""
+    return logprobs == RAW or logprobs == PROCESSED and not (are_of_laws(PROCESSED, law) or law.has_processors)
 
 
 def _room(tiling: Tiling, num_tokens: int, num_rows: int) -> int:

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from stand.argument_checks import whole_number
+from stand.laws.sampling import TargetLaw
 from stand.row import Row
 from stand.trees import DraftBatch
 
+Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # those of `TokenLogprobs`
 RAW, PROCESSED = MODES = "raw_logprobs", "processed_logprobs"  # vLLM's names
 
 
@@ -27,9 +29,9 @@ class TokenLogprobs:
     def __len__(self) -> int:
         return len(self.of_tokens)
 
-    def __getitem__(self, places: slice) -> TokenLogprobs:
-        """Of some of the tokens, a view."""
-        return TokenLogprobs(self.of_tokens[places], self.top_ids[places], self.top[places])
+    def between(self, start: int, stop: int) -> TokenLogprobs:
+        """Of some of the tokens, views."""
+        return TokenLogprobs(self.of_tokens[start:stop], self.top_ids[start:stop], self.top[start:stop])
 
     def confidence(self) -> np.ndarray:
         """[n] float64: minus the mean log-probability of the k likeliest tokens, large where the model is sure
@@ -46,21 +48,29 @@ class Drawn(NamedTuple):
     tokens: np.ndarray  # [n] int64
     count: int  # likeliest tokens that are asked for beside
 
-    def of_scores(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The three fields of `TokenLogprobs` under the softmax of scores [M, V]; -inf is no mass."""
-        scores = scores[_on(scores, self.nodes)].float()
+    def of_scores(
+        self, scores: torch.Tensor, warp: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+    ) -> Fields:
+        """Under the softmax of what `warp` makes of the nodes' scores, of [M, V]; -inf is no mass."""
+        scores = warp(scores[_on(scores, self.nodes)].float())
         own, ids, top = self._picked(scores)
         total = torch.logsumexp(scores, dim=-1)
         return own - total, ids, top - total[:, None]
 
-    def of_probabilities(self, laws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same under laws [M, V]."""
+    def of_laws(self, laws: torch.Tensor) -> Fields:
+        """Under probabilities [M, V]. Those below 1e-38 are no good: it is for laws that have none of them."""
         own, ids, top = self._picked(laws[_on(laws, self.nodes)])
         return own.log(), ids, top.log()
 
-    def _picked(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _picked(self, values: torch.Tensor) -> Fields:
         top = torch.topk(values, self.count, dim=-1)
         return values.gather(1, _on(values, self.tokens)[:, None])[:, 0], top.indices.to(torch.int32), top.values
+
+
+def are_of_laws(kind: str, law: TargetLaw) -> bool:
+    """Whether they are made of the laws themselves, and else of scores: top_p leaves no tiny probability, and to take
+    it anew would sort the vocabulary."""
+    return kind == PROCESSED and law.params.top_p < 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,33 +81,45 @@ class StepLogprobs:
     fields: tuple[np.ndarray, np.ndarray, np.ndarray]  # of `TokenLogprobs`
 
     def of(self, place: int, count: int) -> TokenLogprobs:
-        """Of the first `count` tokens of the row in this place, views."""
-        return TokenLogprobs(*(field[self._span(place, count)] for field in self.fields))
+        """Of the first `count` tokens of the row in this place, views that cannot be written to."""
+        return TokenLogprobs(*self.fields).between(self.starts[place], self.starts[place] + count)
 
-    def copied(self, place: int, count: int) -> tuple[np.ndarray, ...]:
-        """The same fields by themselves: a view would keep those of all rows."""
-        span = self._span(place, count)
-        return tuple([field[span].copy() for field in self.fields])
 
-    def _span(self, place: int, count: int) -> slice:
-        return slice(self.starts[place], self.starts[place] + count)
+class _Growing:
+    """The fields of one row's tokens, in arrays that double."""
+
+    def __init__(self, fields: Sequence[np.ndarray]):
+        self._fields = [np.empty((32, *field.shape[1:]), dtype=field.dtype) for field in fields]
+        self._length = 0
+
+    def extend(self, fields: Sequence[np.ndarray], start: int, count: int) -> None:
+        end = self._length + count
+        for number, (own, field) in enumerate(zip(self._fields, fields, strict=True)):
+            if end > len(own):
+                own = self._fields[number] = np.concatenate(
+                    [own, np.empty((max(len(own), count), *own.shape[1:]), own.dtype)]
+                )
+            own[self._length : end] = field[start : start + count]
+        self._length = end
+
+    def whole(self) -> TokenLogprobs:
+        return TokenLogprobs(*(field[: self._length].copy() for field in self._fields))
 
 
 class LogprobNotes:
     """What a call writes down of its rows while it decodes them."""
 
-    def __init__(self, count: int, mode: str):
+    def __init__(self, count: int, kind: str):
         """count: likeliest tokens per place.
 
-        mode: RAW for the model's law, before processors, temperature and filters; PROCESSED for the one that is drawn
+        kind: RAW for the model's law, before processors, temperature and filters; PROCESSED for the one that is drawn
         from, under greedy decoding before the best token is taken."""
-        self.mode = mode
-        self._count = count
-        self._noted: dict[int, list[tuple[np.ndarray, ...]]] = {}  # by row index, step by step: fields
+        self.count, self.kind = count, kind
+        self._noted: dict[int, _Growing] = {}  # by row index
 
     def read(
         self,
-        logprobs: Callable[[Drawn], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        logprobs: Callable[[Drawn], Fields],
         batch: DraftBatch,
         accepted: Sequence[np.ndarray],
         gained: Sequence[list[int]],
@@ -111,17 +133,23 @@ class LogprobNotes:
             starts.append(len(tokens))
             nodes += [first, *(first + path).tolist()]
             tokens += own
-        found = logprobs(Drawn(np.array(nodes, dtype=np.int64), np.array(tokens, dtype=np.int64), self._count))
-        return StepLogprobs(starts, tuple(field.cpu().numpy() for field in found))
+        found = logprobs(Drawn(np.array(nodes, dtype=np.int64), np.array(tokens, dtype=np.int64), self.count))
+        fields = tuple(field.cpu().numpy() for field in found)
+        for field in fields:
+            field.setflags(write=False)  # criteria are shown them before they are kept
+        return StepLogprobs(starts, fields)
 
     def keep(self, rows: Sequence[Row], read: StepLogprobs, counts: Iterable[int]) -> None:
         """Of each row's tokens so many, which it gains."""
-        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            self._noted.setdefault(row.index, []).append(read.copied(place, count))
+        for row, start, count in zip(rows, read.starts, counts, strict=True):
+            noted = self._noted.get(row.index)
+            if noted is None:
+                noted = self._noted[row.index] = _Growing(read.fields)
+            noted.extend(read.fields, start, count)
 
     def take(self, row: Row) -> TokenLogprobs:
         """Of a row that has ended, once."""
-        return TokenLogprobs(*map(np.concatenate, zip(*self._noted.pop(row.index), strict=True)))
+        return self._noted.pop(row.index).whole()
 
 
 def _on(tensor: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
@@ -135,7 +163,7 @@ def logprob_notes(count: object, mode: object, *, vocabulary_size: int) -> Logpr
         return None
     if count is None:
         raise ValueError(f"logprobs_mode needs logprobs, got {mode!r} alone; give logprobs=0, or leave it out")
-    if mode not in (None, *MODES):
+    if mode is not None and not (isinstance(mode, str) and mode in MODES):
         raise ValueError(f"logprobs_mode must be one of {', '.join(MODES)}, got {mode!r}; leave it out for {RAW}")
     count = whole_number("logprobs", count, "0 asks for those of the new tokens alone", least=0)
     if count > vocabulary_size:

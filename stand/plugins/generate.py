@@ -134,7 +134,12 @@ def stand_generate(
     _refuse_own_inputs(model)
     shown = _shown(model)
     _refuse_unserved(input_ids, model_kwargs, shown)
-    if stand_logprobs is not None and not generation_config.return_dict_in_generate:
+    is_told = any(getattr(criterion, "wants_logprobs", False) for criterion in stopping_criteria)
+    if stand_logprobs is None and stand_logprobs_mode is not None:
+        raise ValueError(
+            f"stand_logprobs_mode needs stand_logprobs, got {stand_logprobs_mode!r} alone; give stand_logprobs=0"
+        )
+    if stand_logprobs is not None and not (generation_config.return_dict_in_generate or is_told):
         raise ValueError(
             f"stand_logprobs needs return_dict_in_generate=True, got {stand_logprobs!r} without it; pass both"
         )

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import cache
 
 from stand.extra import missing_package
 from stand.plugins.saving import Saver, check_can_be_written
@@ -52,6 +53,8 @@ NOT_THE_MODELS = frozenset({  # of inspect itself, of tools, which are refused, 
     "reasoning_history", "extra_headers", "cache", "batch",
 })  # fmt: skip
 STOP_REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "max_tokens", "time": "model_length"}
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 Chat = list[dict[str, str]]
 
@@ -242,7 +245,9 @@ def _settings(config: GenerateConfig) -> dict:
     """Arguments of `Engine.generate`. Raises ValueError for settings that would be ignored."""
     for name, value in vars(config).items():
         is_known = name in SERVED or name in NOT_THE_MODELS or (name in ("num_choices", "best_of") and value == 1)
-        is_known = is_known or name == "logprobs" or (name == "top_logprobs" and config.logprobs)
+        if name == "top_logprobs" and value and not config.logprobs:
+            raise ValueError(f"top_logprobs needs logprobs=True, got {value!r} alone; give both")
+        is_known = is_known or name in ("logprobs", "top_logprobs")
         if value is not None and value is not False and not is_known:
             raise ValueError(f"{name} must be left out, got {value!r}; the provider `stand` does not serve it")
     given = {ours: getattr(config, theirs) for theirs, ours in SERVED.items()}
@@ -252,21 +257,25 @@ def _settings(config: GenerateConfig) -> dict:
 
 def _places(tokenizer: object, output: object, row: int) -> list[list[tuple[str, float]]]:
     """For each new token of a row: text and log-probability of its own, then of the likeliest tokens there."""
-    found = output.logprobs[row]
+    found, decoded = output.logprobs[row], cache(lambda token: tokenizer.decode([token]))
     own = zip(output.token_ids[row], found.of_tokens.tolist(), strict=True)
     others = (zip(*pair, strict=True) for pair in zip(found.top_ids.tolist(), found.top.tolist(), strict=True))
     return [
-        [(tokenizer.decode([token]), value) for token, value in (first, *rest)]
-        for first, rest in zip(own, others, strict=True)
+        [(decoded(token), value) for token, value in (first, *rest)] for first, rest in zip(own, others, strict=True)
     ]
 
 
 def _logprobs(places: list[list[tuple[str, float]]]) -> Logprobs:
     made = []
     for (token, value), *others in places:
-        top = [TopLogprob(token=other, logprob=likely, bytes=list(other.encode())) for other, likely in others]
-        made.append(Logprob(token=token, logprob=value, bytes=list(token.encode()), top_logprobs=top or None))
+        top = [TopLogprob(token=other, logprob=likely, bytes=_bytes(other)) for other, likely in others]
+        made.append(Logprob(token=token, logprob=value, bytes=_bytes(token), top_logprobs=top or None))
     return Logprobs(content=made)
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Of a token's text; None where it is a part of a character, which its text does not tell."""
+    return None if UNFINISHED in text else list(text.encode())
 
 
 def _output(model_name: str, answer: dict) -> ModelOutput:

@@ -86,7 +86,15 @@ class JobReader:
         )
         self.logprobs = logprob_notes(logprobs, logprobs_mode, vocabulary_size=text_config(model).vocab_size)
         if self._stop.wants_logprobs and self.logprobs is None:
-            raise ValueError("a stopping criterion that wants log-probabilities needs logprobs, got None; give 20, say")
+            raise ValueError(
+                "a stopping criterion that wants log-probabilities needs logprobs, got None; give 20, say, to generate "
+                "or run"
+            )
+        if self.logprobs is not None and self.logprobs.count < self._stop.least_logprobs:
+            raise ValueError(
+                f"a stopping criterion needs the {self._stop.least_logprobs} likeliest tokens or more, got "
+                f"logprobs={self.logprobs.count}; give 20, say"
+            )
         self._law: TargetLaw | None = None
         self._num_jobs = self._next_row = 0
         self._named: set[int] = set()  # numbers that requests gave their rows

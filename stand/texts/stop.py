@@ -46,7 +46,8 @@ class StopRule:
         self._window = max((len(text.encode()) for text in stop_strings), default=0) + 4
         self._criteria = _checked_criteria(criteria)
         _copies(self._criteria)
-        self.wants_logprobs = any(map(_wants, self._criteria))
+        self._wanting = [bool(getattr(one, "wants_logprobs", False)) for one in self._criteria]
+        self._reading = [bool(getattr(one, "reads_input_ids", True)) for one in self._criteria]
         self._criteria_of: dict[int, list[StoppingCriteria]] = {}  # by row index
         self._device = device
         self._max_time = math.inf if max_time is None else max_time
@@ -54,8 +55,19 @@ class StopRule:
     def with_ends(self, end_ids: Iterable[int], stop_strings: tuple[str, ...]) -> StopRule:
         """The same rule, same time, with other end tokens and stop strings; see `__init__`."""
         other = StopRule(end_ids, stop_strings=stop_strings, tokenizer=self._tokenizer, device=self._device)
-        other._criteria, other._max_time, other.wants_logprobs = self._criteria, self._max_time, self.wants_logprobs
+        other._criteria, other._wanting, other._reading = self._criteria, self._wanting, self._reading
+        other._max_time = self._max_time
         return other
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any of the criteria asks for them."""
+        return True in self._wanting
+
+    @property
+    def least_logprobs(self) -> int:
+        """How many likeliest tokens the criteria ask for."""
+        return max((getattr(one, "least_logprobs", 0) for one in self._criteria), default=0)
 
     def forget(self, row: Row) -> None:
         """The row has ended: its copies of the criteria may go."""
@@ -84,7 +96,7 @@ class StopRule:
                 return count, "eos"
             if self._stop_strings and self._ends_with_stop_string(row, token_ids[:count]):
                 return count, "stop"
-            newest = None if logprobs is None else logprobs[count - 1 : count]
+            newest = None if logprobs is None else logprobs.between(count - 1, count)
             if self._criteria and self._meets_criteria(row, token_ids[:count], newest):
                 return count, "criteria"
             if count == row.num_remaining:
@@ -108,23 +120,19 @@ class StopRule:
         return any(stop in text for text in texts for stop in self._stop_strings)
 
     def _meets_criteria(self, row: Row, token_ids: list[int], newest: TokenLogprobs | None) -> bool:
-        """All of them are asked about prompt and new tokens [1, L], as plain decoding of this row would ask; those that
-        want log-probabilities get the newest token's."""
+        """All of them are asked about prompt and new tokens [1, L], as plain decoding of this row would ask, but those
+        that read none; those that want log-probabilities get the newest token's."""
         if row.index not in self._criteria_of:
             self._criteria_of[row.index] = _copies(self._criteria)
-        tokens = np.concatenate([row.history, np.array(token_ids, dtype=np.int32)]).astype(np.int64)
-        input_ids = torch.from_numpy(tokens)[None].to(self._device)
+        input_ids, told = None, {"logprobs": newest}
+        if True in self._reading:
+            tokens = np.concatenate([row.history, np.array(token_ids, dtype=np.int32)]).astype(np.int64)
+            input_ids = torch.from_numpy(tokens)[None].to(self._device)
         answers = [
-            _checked_answer(
-                criterion(input_ids, None, **({"logprobs": newest} if _wants(criterion) else {})), criterion
-            )
-            for criterion in self._criteria_of[row.index]
+            _checked_answer(criterion(input_ids, None, **(told if wants else {})), criterion)
+            for criterion, wants in zip(self._criteria_of[row.index], self._wanting, strict=True)
         ]
         return any(answers)
-
-
-def _wants(criterion: StoppingCriteria) -> bool:
-    return getattr(criterion, "wants_logprobs", False)
 
 
 def as_strings(given: object) -> tuple[str, ...]:
@@ -135,7 +143,8 @@ def as_strings(given: object) -> tuple[str, ...]:
 
 
 def _checked_criteria(criteria: object) -> list[StoppingCriteria]:
-    found = [] if criteria is None else list(criteria) if isinstance(criteria, Iterable) else [criteria]
+    given = [] if criteria is None else list(criteria) if isinstance(criteria, Iterable) else [criteria]
+    found = [one for each in given for one in (_checked_criteria(each) if isinstance(each, (list, tuple)) else [each])]
     for criterion in found:
         if not callable(criterion) or isinstance(criterion, type):
             raise ValueError(
@@ -152,7 +161,8 @@ def _copies(criteria: list[StoppingCriteria]) -> list[StoppingCriteria]:
 def _checked_answer(answer: object, criterion: StoppingCriteria) -> bool:
     if isinstance(answer, torch.Tensor) and answer.numel() == 1 and not answer.is_floating_point():
         return bool(answer)
-    if isinstance(answer, (bool, np.bool_)):
+    is_array = isinstance(answer, np.ndarray) and (answer.dtype, answer.size) == (bool, 1)
+    if is_array or isinstance(answer, (bool, np.bool_)):
         return bool(answer)
     got = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, torch.Tensor) else repr(answer)
     raise ValueError(

@@ -1,5 +1,6 @@
 """Log-probabilities of new tokens and of the likeliest ones: those of plain forwards, whatever was drafted."""
 
+import copy
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from recurrent_models import RECURRENT, recurrent_model
 from scripted_drafter import ScriptedDrafter
 from step_pair import taught_lookup
 from tiny_models import CONFIGS, VOCABULARY_SIZE, kernel_model, tiny_model
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as library
 from with_pages import needs_pages
 
@@ -198,6 +199,11 @@ def test_for_custom_generate():
     assert difference(found.logprobs[0], found.sequences[0, len(PROMPTS[0]) :].tolist(), laws) < TOLERANCE
     with pytest.raises(ValueError, match="stand_logprobs needs return_dict_in_generate=True"):
         model.generate(prompt, **asked, stand_logprobs=2)
+    with pytest.raises(ValueError, match="stand_logprobs_mode needs stand_logprobs, got 'raw_logprobs' alone"):
+        model.generate(prompt, **asked, stand_logprobs_mode=RAW)
+    stop = StoppingCriteriaList([stand.LowConfidence(1e9, window=2)])
+    ended = model.generate(prompt, **asked, stand_logprobs=2, stopping_criteria=stop, pad_token_id=0)
+    assert ended.shape == (1, len(PROMPTS[0]) + 2)
 
 
 class Recording(StoppingCriteria):
@@ -247,7 +253,7 @@ def test_rows_end_where_their_confidence_falls(window):
     threshold = float(np.median([mean.min() for mean in means if len(mean)])) if window <= 40 else 1e9
     criterion = stand.LowConfidence(threshold, window=window)
     output = engine.generate(PROMPTS, **asked, stop_token_ids=[], stopping_criteria=[criterion])
-    assert len(criterion._latest) == 0  # rows have copies
+    assert criterion._count == 0  # rows have copies
     for whole, tokens, mean, reason in zip(free.token_ids, output.token_ids, means, output.finish_reasons, strict=True):
         low = np.flatnonzero(mean < threshold - 1e-9)
         length = low[0] + window if len(low) else 40
@@ -264,6 +270,75 @@ def test_confidence_is_minus_the_mean_of_the_likeliest():
         engine_of("llama").generate(PROMPTS[:1], max_new_tokens=1, **GREEDY, logprobs=0).logprobs[0].confidence()
 
 
+class Huge(LogitsProcessor):
+    """Makes the fifth place's tokens all but one as unlikely as float32 can say."""
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] != len(PROMPTS[0]) + 4:
+            return scores
+        return torch.where(scores == scores.max(), scores, torch.finfo(torch.float32).min / 2)
+
+
+def test_a_huge_confidence_leaves_the_window_without_a_trace():
+    engine = engine_of("llama")
+    asked = {**GREEDY, "max_new_tokens": 40, "stop_token_ids": [], "logprobs": 30, "logprobs_mode": PROCESSED}
+    asked |= {"logits_processors": [Huge()], "learn": False}
+    found = engine.generate(PROMPTS[:1], **asked).logprobs[0].confidence()
+    assert found[4] > 1e30 and np.delete(found, 4).max() < 100
+    least = min(found[place : place + 3].mean() for place in range(38))
+    for threshold, reason in ((0.99 * least, "length"), (1.01 * least, "criteria")):
+        stop = stand.LowConfidence(threshold, window=3)
+        assert engine.generate(PROMPTS[:1], **asked, stopping_criteria=stop).finish_reasons == [reason]
+
+
+SHARP = [({"temperature": 0.05, "top_k": 0}, 4), ({"temperature": 0.05, "top_k": 9}, 4), (GREEDY, 80)]
+
+
+@pytest.mark.parametrize(("settings", "sharper"), SHARP, ids=["sampled", "filtered", "greedy"])
+def test_what_is_too_unlikely_for_a_float32_is_told_all_the_same(settings, sharper):
+    """Only what filters take out has none: a law's own probabilities end at 1e-45."""
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(sharper)
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=8))
+    output = engine.generate(PROMPTS[:1], **settings, max_new_tokens=6, seed=1, logprobs=12, logprobs_mode=PROCESSED)
+    top_k, temperature = settings.get("top_k"), settings["temperature"]
+    warpers = [library.TemperatureLogitsWarper(temperature)] if temperature else []
+    warpers += [library.TopKLogitsWarper(top_k)] if top_k else []
+    found = output.logprobs[0].top
+    assert found[np.isfinite(found)].min() < -110 and np.isneginf(found).any() == bool(top_k)
+    assert worst(output, model, PROMPTS[:1], warpers) < 20 * TOLERANCE  # of numbers 80 times as large
+
+
+def test_criteria_in_lists_of_lists_are_told_too():
+    engine, asked = engine_of("llama"), {**GREEDY, "max_new_tokens": 9, "stop_token_ids": [], "logprobs": 2}
+    nested = [StoppingCriteriaList([stand.LowConfidence(1e9, window=2)])]
+    output = engine.generate(PROMPTS, **asked, stopping_criteria=nested)
+    assert output.finish_reasons == ["criteria"] * 3 and list(map(len, output.token_ids)) == [2, 2, 2]
+
+
+class AsAnArray(StoppingCriteria):
+    """Answers as numpy does, and tries to change what it was shown."""
+
+    wants_logprobs = True
+
+    def __call__(self, input_ids, scores, *, logprobs, **_):
+        with pytest.raises(ValueError, match="read-only"):
+            logprobs.of_tokens[:] = 7
+        return logprobs.of_tokens < 1e9
+
+
+def test_arrays_of_one_truth_value_are_answers_and_what_criteria_see_is_read_only():
+    output = engine_of("llama").generate(PROMPTS, **GREEDY, max_new_tokens=9, logprobs=0, stopping_criteria=AsAnArray())
+    assert output.finish_reasons == ["criteria"] * 3 and set(map(len, output.token_ids)) == {1}
+
+
+def test_texts_longer_than_the_first_arrays():
+    engine = engine_of("llama")
+    output = engine.generate(PROMPTS, **SAMPLED, max_new_tokens=200, stop_token_ids=[], seed=4, logprobs=1, learn=False)
+    assert worst(output, engine.model, PROMPTS) < TOLERANCE
+
+
 def test_what_a_confidence_cannot_be_made_of():
     engine, criterion = engine_of("llama"), [stand.LowConfidence(1.0, window=1)]
     with pytest.raises(ValueError, match="a stopping criterion that wants log-probabilities needs logprobs"):
@@ -271,6 +346,11 @@ def test_what_a_confidence_cannot_be_made_of():
     asked = {"max_new_tokens": 2, "stopping_criteria": criterion, "logprobs": 5, "seed": 0}
     with pytest.raises(ValueError, match="confidence needs as many tokens of some probability"):
         engine.generate(PROMPTS, temperature=1.0, top_k=3, **asked, logprobs_mode=PROCESSED)
+    with pytest.raises(ValueError, match="needs the 1 likeliest tokens or more, got logprobs=0"):
+        engine.generate(PROMPTS, **GREEDY, max_new_tokens=2, stopping_criteria=criterion, logprobs=0)
+    with pytest.raises(ValueError, match="LowConfidence needs log-probabilities, got none"):
+        criterion[0](None, None)
+    assert stand.LowConfidence(np.float32(3)).threshold == stand.LowConfidence(torch.tensor(3.0)).threshold == 3.0
     with pytest.raises(ValueError, match="threshold must be a number, got 'low'"):
         stand.LowConfidence("low")
     with pytest.raises(ValueError, match="threshold must be a number, got nan"):
@@ -295,7 +375,7 @@ def test_modes_that_do_not_fit():
 
 def test_a_stream_has_no_place_for_them():
     engine = stand.wrap(tiny_model("llama"), letter_tokenizer())
-    with pytest.raises(ValueError, match="logprobs is a setting of generate and run"):
+    with pytest.raises(ValueError, match="a stream has no place for log-probabilities, got logprobs=1"):
         engine.stream([3, 4], max_new_tokens=2, logprobs=1)
 
 

@@ -131,6 +131,8 @@ def test_ranks_on_a_cpu_share_its_memory(ranks):
     [
         ("prompts", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that share"),
         ("limits", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that share"),
+        ("logprobs", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that share"),
+        ("kinds", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that share"),
         ("more_prompts", "ValueError: ranks that share a model must make the same calls", "ValueError: ranks that"),
         ("seed", "ValueError: seed must be", "RuntimeError: ranks must go on together, got ValueError: seed must be"),
         ("rule", "ArithmeticError: third step", "RuntimeError: ranks must go on together, got ArithmeticError: third"),

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedMode
 from transformers.generation import StoppingCriteria
 
 import stand
+from stand.laws.logprobs import MODES
 from stand.scheduling import memory
 from stand.scheduling.kept_prompts import KeptPrompts
 from stand.verifiers import get_verifier
@@ -157,6 +158,8 @@ def refused(model: PreTrainedModel, rank: int) -> dict[str, str]:
     return {
         "prompts": failure_of(lambda: engine.generate(PROMPTS[rank], **GREEDY)),
         "limits": failure_of(lambda: engine.generate(PROMPTS, **GREEDY | {"max_new_tokens": 5 + rank})),
+        "logprobs": failure_of(lambda: engine.generate(PROMPTS, **GREEDY, logprobs=(None, 2)[rank])),
+        "kinds": failure_of(lambda: engine.generate(PROMPTS, **GREEDY, logprobs=2, logprobs_mode=MODES[rank])),
         "more_prompts": failure_of(lambda: list(engine.run(one_more, **GREEDY))),
         "seed": failure_of(lambda: engine.generate(PROMPTS, seed=-1 if rank == 0 else 1)),
         "rule": failure_of(lambda: ending.generate(PROMPTS, **SAMPLED)),

@@ -330,6 +330,12 @@ def test_inspect_gets_log_probabilities(provider, count):
     assert answer.given["choices"][0].given["logprobs"] is None
 
 
+def test_inspect_is_told_no_bytes_of_a_part_of_a_character(inspect_door):
+    places = [[("\N{REPLACEMENT CHARACTER}", -1.0), ("é", -0.5)]]
+    (place,) = inspect_door._logprobs(places).given["content"]
+    assert place.given["bytes"] is None and place.given["top_logprobs"][0].given["bytes"] == [195, 169]
+
+
 def test_inspect_gets_the_engines_errors_and_goes_on(provider):
     wrong, right = Config(max_tokens=4, temperature=-1.0), Config(max_tokens=4)
     assert isinstance(ask_all(provider, ["ABC"], wrong)[0], ValueError)
@@ -376,10 +382,14 @@ def test_inspects_provider_takes_nothing_after_its_end(provider):
 
 
 def test_inspect_refuses_what_would_be_ignored(provider):
-    for config in (Config(top_logprobs=2), Config(num_choices=2), Config(reasoning_effort="low")):
+    (answer,) = ask_all(provider, ["ABC"], Config(top_logprobs=2))
+    assert isinstance(answer, ValueError) and "top_logprobs needs logprobs=True, got 2 alone" in str(answer)
+    for config in (Config(num_choices=3), Config(num_choices=2), Config(reasoning_effort="low")):
         (answer,) = ask_all(provider, ["ABC"], config)
         assert isinstance(answer, ValueError) and "must be left out" in str(answer)
-    (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=2, timeout=9, num_choices=1, logprobs=False))
+    (answer,) = ask_all(
+        provider, ["ABC"], Config(max_tokens=2, timeout=9, num_choices=1, logprobs=False, top_logprobs=0)
+    )
     assert not isinstance(answer, Exception)
     image = Message("user", "look", content=[types.SimpleNamespace(type="image")])
     with pytest.raises(ValueError, match="must be text"):

@@ -1,5 +1,6 @@
 """Log-probabilities behind captured steps: those of plain forwards, from graphs that calls of other kinds share."""
 
+import copy
 from functools import cache, partial
 
 import numpy as np
@@ -96,6 +97,19 @@ def test_a_step_that_fails_is_noted_once(monkeypatch, mode, penalty):
     monkeypatch.setattr(DirectRunner, "step", failing)
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
         assert error_of(engine, mode=mode, penalty=penalty, **SAMPLED) < TOLERANCE
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_what_is_too_unlikely_for_a_float32_is_told_all_the_same(penalty):
+    model = copy.deepcopy(kernel_model("qwen2"))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(80)
+    engine = stand.wrap(model, backend="triton", drafter=stand.BlendedDrafter(budget=8), fuse=False)
+    asked = {"max_new_tokens": 6, "logprobs": 9, "logprobs_mode": PROCESSED, "repetition_penalty": penalty}
+    output = engine.generate(PROMPTS[:1], temperature=0, **asked)
+    laws = plain_log_laws(model, PROMPTS[0], output.token_ids[0], processors_of({}, penalty))
+    assert np.isfinite(output.logprobs[0].top).all() and output.logprobs[0].top.min() < -110
+    assert difference(output.logprobs[0], output.token_ids[0], laws) < 80 * TOLERANCE
 
 
 def test_calls_that_take_eager_steps_note_them_too():

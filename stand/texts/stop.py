@@ -48,6 +48,7 @@ class StopRule:
         _copies(self._criteria)
         self._wanting = [bool(getattr(one, "wants_logprobs", False)) for one in self._criteria]
         self._reading = [bool(getattr(one, "reads_input_ids", True)) for one in self._criteria]
+        self.wants_logprobs = True in self._wanting  # whether any of the criteria asks for them
         self._criteria_of: dict[int, list[StoppingCriteria]] = {}  # by row index
         self._device = device
         self._max_time = math.inf if max_time is None else max_time
@@ -56,13 +57,8 @@ class StopRule:
         """The same rule, same time, with other end tokens and stop strings; see `__init__`."""
         other = StopRule(end_ids, stop_strings=stop_strings, tokenizer=self._tokenizer, device=self._device)
         other._criteria, other._wanting, other._reading = self._criteria, self._wanting, self._reading
-        other._max_time = self._max_time
+        other._max_time, other.wants_logprobs = self._max_time, self.wants_logprobs
         return other
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether any of the criteria asks for them."""
-        return True in self._wanting
 
     @property
     def least_logprobs(self) -> int:

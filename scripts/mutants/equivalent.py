@@ -704,6 +704,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "Or -> And",
     ): "what is not taken at once is asked array by array, which finds no fault",
     ("stand/laws/logprobs.py", "total = torch.logsumexp(scores, dim=-1)", "drop USub"): "the last of two axes",
+    ("stand/laws/logprobs.py", "if end > len(own):", "Gt -> GtE"): "arrays grow a token earlier",
     ("stand/laws/logprobs.py", "top = torch.topk(values, self.count, dim=-1)", "drop USub"): "the last of two axes",
     (
         "stand/texts/stop.py",

@@ -182,8 +182,8 @@ class StepOutput:
         host = self._verdict.host
         if 1 in host["is_broken"][:num_rows].tolist():
             raise ValueError(
-                "every position needs a finite best logit, got NaN or infinity; "
-                "check the model's weights and dtype (float16 overflows)"
+                "every position needs a finite best logit, got NaN, infinity or only -inf; "
+                "check the model's weights and dtype (float16 overflows), and processors that forbid every token"
             )
         return host["stops"][:num_rows], host["next_tokens"][:num_rows].copy()
 

@@ -202,9 +202,16 @@ def is_one_prompt(given: object) -> bool:
 
 
 def _are_outputs(given: object) -> bool:
-    """Whether it is a list of outputs of tokenizers and processors."""
-    is_list = isinstance(given, (list, tuple)) and bool(given)
-    return is_list and all(isinstance(part, Mapping) and "input_ids" in part for part in given)
+    """Whether it is a list of outputs of tokenizers and processors. Raises ValueError where it is in part."""
+    if not isinstance(given, (list, tuple)) or not given or isinstance(given[0], int):  # many numbers, perhaps
+        return False
+    are_outputs = [isinstance(part, Mapping) and "input_ids" in part for part in given]
+    if any(are_outputs) and not all(are_outputs):
+        raise ValueError(
+            "prompts must be all outputs of a tokenizer or processor or none, got "
+            f"{type(given[are_outputs.index(False)]).__name__} among such; pass each to engine.run, which takes any mix"
+        )
+    return any(are_outputs)
 
 
 def _as_texts(given: object) -> list[str | list[Mapping]] | None:

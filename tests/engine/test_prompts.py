@@ -209,6 +209,8 @@ def test_left_padded_batches_decode_as_generate_does():
         ({"input_ids": [True, 5]}, "must be integers, got True or False among them; pass ids"),
         ({"input_ids": [[1, 2], [3.5]]}, "must be integers, got float64"),
         ({"input_ids": [[[1, 2], [3]]]}, "one list of token ids, got nested lists"),
+        ({"prompts": [{"input_ids": [1, 2]}, [3, 4]]}, "outputs of a tokenizer or processor or none, got list among"),
+        ({"prompts": ["AB", {"input_ids": [1, 2]}]}, "outputs of a tokenizer or processor or none, got str among"),
         ({"input_ids": [[[1, 2]]]}, r"one list of token ids, got shape \(1, 2\).*; pass its rows one by one"),
         ({"input_ids": [[1, 2]], "attention_mask": [[None, None]]}, r"0 or 1 .* with values \[None\]"),
         ({"input_ids": np.zeros((1, 2, 3), dtype=int)}, r"must be \[L\] or \[B, L\], got \[1, 2, 3\]"),

@@ -157,6 +157,13 @@ def test_an_error_of_a_processor_is_raised_and_is_none_of_the_steps(captured_onl
     assert len(again.token_ids) == 4
 
 
+def test_processors_that_forbid_every_token_are_named(captured_only):
+    everything = {"suppress_tokens": [*range(kernel_model("qwen2").config.vocab_size)]}
+    for settings in ({}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match="only -inf; check .* and processors that forbid every token"):
+            engine_of("triton").generate(input_ids=PROMPTS, **SETTINGS | settings, **everything)
+
+
 def test_a_lack_of_memory_for_processors_is_a_failure_of_the_step(monkeypatch):
     expected = generate("sdpa", **CHAINS["penalty"])
     engine = engine_of("triton")

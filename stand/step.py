@@ -195,7 +195,7 @@ class EagerStep:
             return drawn.of_scores(self._logits)
         if self._scores is None:
             return drawn.of_laws(self._laws.probabilities)
-        return drawn.of_scores(self._scores, self._law.warp)
+        return drawn.of_scores(self._scores, self._law)
 
     def features(self) -> torch.Tensor:
         return self._features

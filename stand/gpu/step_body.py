@@ -193,7 +193,7 @@ class StepOutput:
             return drawn.of_scores(self.logits)
         if are_of_laws(kind, law):
             return drawn.of_laws(self.laws)
-        return drawn.of_scores(self.scores if law.has_processors else self.logits, law.warp)
+        return drawn.of_scores(self.scores if law.has_processors else self.logits, law)
 
     def best(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, probabilities float32) [num_nodes, count], copies."""

@@ -48,11 +48,10 @@ class Drawn(NamedTuple):
     tokens: np.ndarray  # [n] int64
     count: int  # likeliest tokens that are asked for beside
 
-    def of_scores(
-        self, scores: torch.Tensor, warp: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
-    ) -> Fields:
-        """Under the softmax of what `warp` makes of the nodes' scores, of [M, V]; -inf is no mass."""
-        scores = warp(scores[_on(scores, self.nodes)].float())
+    def of_scores(self, scores: torch.Tensor, law: TargetLaw | None = None) -> Fields:
+        """Under the softmax of scores [M, V], behind the temperature and the filters of `law` where one is given."""
+        scores = scores[_on(scores, self.nodes)].float()
+        scores = scores if law is None else law.warp(scores)
         own, ids, top = self._picked(scores)
         total = torch.logsumexp(scores, dim=-1)
         return own - total, ids, top - total[:, None]

@@ -11,7 +11,7 @@ from letter_tokenizer import letter_tokenizer
 from plain_logprobs import difference, plain_log_laws
 
 import stand
-from stand.plugins.generate import stand_generate, use_engine
+from stand.plugins.generate import ATTRIBUTE, stand_generate, use_engine
 
 DAILY, ALL = 16, 600
 SEEDS = [*range(DAILY), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(DAILY, ALL))]
@@ -62,10 +62,13 @@ def by_custom_generate(engine: stand.Engine, prompt: list[int], made: Combinatio
     own = settings.pop("logits_processors", None)
     ids = torch.tensor([prompt])
     use_engine(engine)
-    output = engine.model.generate(
-        ids, attention_mask=torch.ones_like(ids), custom_generate=stand_generate, do_sample=False,
-        logits_processor=own, **settings,
-    )  # fmt: skip
+    try:
+        output = engine.model.generate(
+            ids, attention_mask=torch.ones_like(ids), custom_generate=stand_generate, do_sample=False,
+            logits_processor=own, **settings,
+        )  # fmt: skip
+    finally:
+        delattr(engine.model, ATTRIBUTE)  # the model outlives this test, and the engine would with it
     return output[0, len(prompt) :].tolist()
 
 

@@ -190,7 +190,7 @@ def test_behind_images():
 
 
 def test_for_custom_generate():
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))  # which keeps the engine
     use_engine(stand.wrap(model, drafter=stand.BlendedDrafter(budget=8)))
     asked = {"custom_generate": stand_generate, "max_new_tokens": 10, "do_sample": False}
     prompt = torch.tensor([PROMPTS[0]])

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from stand.argument_checks import whole_number
+from stand.forward.devices import uploaded
 from stand.laws.sampling import TargetLaw
 from stand.row import Row
 from stand.trees import DraftBatch
@@ -50,7 +51,7 @@ class Drawn(NamedTuple):
 
     def of_scores(self, scores: torch.Tensor, law: TargetLaw | None = None) -> Fields:
         """Under the softmax of scores [M, V], behind the temperature and the filters of `law` where one is given."""
-        scores = scores[_on(scores, self.nodes)].float()
+        scores = scores[uploaded(self.nodes, scores.device)].float()
         scores = scores if law is None else law.warp(scores)
         own, ids, top = self._picked(scores)
         total = torch.logsumexp(scores, dim=-1)
@@ -58,12 +59,13 @@ class Drawn(NamedTuple):
 
     def of_laws(self, laws: torch.Tensor) -> Fields:
         """Under probabilities [M, V]. Those below 1e-38 are no good: it is for laws that have none of them."""
-        own, ids, top = self._picked(laws[_on(laws, self.nodes)])
+        own, ids, top = self._picked(laws[uploaded(self.nodes, laws.device)])
         return own.log(), ids, top.log()
 
     def _picked(self, values: torch.Tensor) -> Fields:
         top = torch.topk(values, self.count, dim=-1)
-        return values.gather(1, _on(values, self.tokens)[:, None])[:, 0], top.indices.to(torch.int32), top.values
+        own = values.gather(1, uploaded(self.tokens, values.device)[:, None])[:, 0]
+        return own, top.indices.to(torch.int32), top.values
 
 
 def are_of_laws(kind: str, law: TargetLaw) -> bool:
@@ -149,10 +151,6 @@ class LogprobNotes:
     def take(self, row: Row) -> TokenLogprobs:
         """Of a row that has ended, once."""
         return self._noted.pop(row.index).whole()
-
-
-def _on(tensor: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(numbers).to(tensor.device)
 
 
 def logprob_notes(count: object, mode: object, *, vocabulary_size: int) -> LogprobNotes | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cache
 
@@ -53,8 +53,6 @@ NOT_THE_MODELS = frozenset({  # of inspect itself, of tools, which are refused, 
     "reasoning_history", "extra_headers", "cache", "batch",
 })  # fmt: skip
 STOP_REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "max_tokens", "time": "model_length"}
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 Chat = list[dict[str, str]]
 
@@ -129,6 +127,7 @@ class RequestBatches:
         seed = None if seed is None else seed + self.num_calls  # calls must not repeat each other
         output = self.engine.generate(input_ids=prompts, **{**settings, "seed": seed})
         self.num_calls += 1
+        decoded = cache(lambda token: tokenizer.decode([token]))  # of all rows: mostly the same tokens
         worth = {
             "stand_rows": len(chats),
             "stand_tokens_per_step": output.stats.mean_acceptance_length,
@@ -142,7 +141,7 @@ class RequestBatches:
                 "num_new": len(output.token_ids[row]),
                 "seconds": output.stats.wall_seconds,
                 "worth": worth,
-                "logprobs": None if output.logprobs is None else _places(tokenizer, output, row),
+                "logprobs": None if output.logprobs is None else _places(decoded, output, row),
             }
             for row in range(len(chats))
         ]
@@ -255,9 +254,9 @@ def _settings(config: GenerateConfig) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _places(tokenizer: object, output: object, row: int) -> list[list[tuple[str, float]]]:
+def _places(decoded: Callable[[int], str], output: object, row: int) -> list[list[tuple[str, float]]]:
     """For each new token of a row: text and log-probability of its own, then of the likeliest tokens there."""
-    found, decoded = output.logprobs[row], cache(lambda token: tokenizer.decode([token]))
+    found = output.logprobs[row]
     own = zip(output.token_ids[row], found.of_tokens.tolist(), strict=True)
     others = (zip(*pair, strict=True) for pair in zip(found.top_ids.tolist(), found.top.tolist(), strict=True))
     return [
@@ -275,6 +274,8 @@ def _logprobs(places: list[list[tuple[str, float]]]) -> Logprobs:
 
 def _bytes(text: str) -> list[int] | None:
     """Of a token's text; None where it is a part of a character, which its text does not tell."""
+    from stand.texts.pieces import UNFINISHED  # here, because it loads torch
+
     return None if UNFINISHED in text else list(text.encode())
 
 

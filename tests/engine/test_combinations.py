@@ -55,17 +55,12 @@ def rows_of(engine: stand.Engine, made: Combination, prompts) -> tuple[list[list
 
 
 def by_custom_generate(engine: stand.Engine, prompt: list[int], made: Combination) -> list[int]:
-    settings = dict(made.settings)
-    settings.pop("temperature")
-    ends = settings.pop("stop_token_ids", None)
-    settings |= {} if ends is None else {"eos_token_id": ends}
-    own = settings.pop("logits_processors", None)
     ids = torch.tensor([prompt])
     use_engine(engine)
     try:
         output = engine.model.generate(
-            ids, attention_mask=torch.ones_like(ids), custom_generate=stand_generate, do_sample=False,
-            logits_processor=own, **settings,
+            ids, attention_mask=torch.ones_like(ids), custom_generate=stand_generate,
+            logits_processor=made.settings.get("logits_processors"), **made.for_transformers(),
         )  # fmt: skip
     finally:
         delattr(engine.model, ATTRIBUTE)  # the model outlives this test, and the engine would with it

@@ -10,7 +10,7 @@ import torch
 from every_day import every_day
 from image_cases import IMAGE, image_model, image_prompt
 from letter_tokenizer import letter_tokenizer
-from plain_logprobs import difference, plain_log_laws
+from plain_logprobs import difference, largest_error, plain_log_laws
 from printed_page import run_page
 from recurrent_models import RECURRENT, recurrent_model
 from scripted_drafter import ScriptedDrafter
@@ -56,15 +56,6 @@ def engine_of(family: str, verifier: str = "traversal") -> stand.Engine:
     return stand.wrap(model, drafter=drafter, verifier=verifier, backend="sdpa")
 
 
-def worst(output, model, prompts, processors=(), samples: int = 1) -> float:
-    """The largest error of all rows."""
-    texts = zip(np.repeat(np.arange(len(prompts)), samples), output.token_ids, output.logprobs, strict=True)
-    return max(
-        difference(found, tokens, plain_log_laws(model, prompts[prompt], tokens, processors))
-        for prompt, tokens, found in texts
-    )
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", every_day(ALL, "llama", "gemma3", "qwen3_next", "gpt_oss"))
 def test_logprobs_are_those_of_plain_forwards(family, mode):
@@ -72,10 +63,10 @@ def test_logprobs_are_those_of_plain_forwards(family, mode):
     output = engine.generate(PROMPTS, num_return_sequences=2, seed=5, **SAMPLED, **asked)
     assert output.stats.mean_acceptance_length > 1.1
     processors = WARPERS if mode == PROCESSED else []
-    assert worst(output, engine.model, PROMPTS, processors, samples=2) < TOLERANCE
+    assert largest_error(output, engine.model, PROMPTS, processors) < TOLERANCE
     greedy = engine.generate(PROMPTS, **GREEDY, **asked)
     assert greedy.stats.mean_acceptance_length > 1.1
-    assert worst(greedy, engine.model, PROMPTS) < TOLERANCE
+    assert largest_error(greedy, engine.model, PROMPTS) < TOLERANCE
 
 
 @pytest.mark.parametrize("verifier", ["match", "coupled", "rrs"])
@@ -83,13 +74,13 @@ def test_every_rule_notes_the_path_that_it_keeps(verifier):
     engine = engine_of("llama", verifier)
     output = engine.generate(PROMPTS, **SAMPLED, max_new_tokens=24, seed=2, logprobs=0, learn=False)
     assert output.stats.mean_acceptance_length > 1.2
-    assert worst(output, engine.model, PROMPTS) < TOLERANCE
+    assert largest_error(output, engine.model, PROMPTS) < TOLERANCE
 
 
 def test_without_drafts_they_are_the_same_kind_of_numbers():
     engine = engine_of("llama")
     output = engine.generate(PROMPTS, **SAMPLED, max_new_tokens=12, seed=2, logprobs=2, draft=False)
-    assert worst(output, engine.model, PROMPTS) < TOLERANCE
+    assert largest_error(output, engine.model, PROMPTS) < TOLERANCE
 
 
 @pytest.mark.parametrize("settings", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
@@ -106,9 +97,9 @@ def test_raw_ones_are_before_processors_and_processed_ones_behind_them(own, sett
         for mode in MODES
     }
     assert by_mode[RAW].token_ids == by_mode[PROCESSED].token_ids
-    assert worst(by_mode[RAW], engine.model, PROMPTS) < TOLERANCE
-    assert worst(by_mode[PROCESSED], engine.model, PROMPTS, [own, *warpers]) < TOLERANCE
-    assert worst(by_mode[RAW], engine.model, PROMPTS, [own]) > 0.01  # the other kind is told apart
+    assert largest_error(by_mode[RAW], engine.model, PROMPTS) < TOLERANCE
+    assert largest_error(by_mode[PROCESSED], engine.model, PROMPTS, [own, *warpers]) < TOLERANCE
+    assert largest_error(by_mode[RAW], engine.model, PROMPTS, [own]) > 0.01  # the other kind is told apart
 
 
 def test_what_filters_take_out_has_no_probability():
@@ -135,7 +126,7 @@ def test_all_tokens_may_be_asked_for():
     engine = engine_of("llama")
     output = engine.generate(PROMPTS[0], **SAMPLED, max_new_tokens=6, seed=1, logprobs=VOCABULARY_SIZE)
     assert np.allclose(np.exp(output.logprobs[0].top.astype(np.float64)).sum(axis=1), 1.0, atol=1e-5)
-    assert worst(output, engine.model, PROMPTS[:1]) < TOLERANCE
+    assert largest_error(output, engine.model, PROMPTS[:1]) < TOLERANCE
 
 
 def test_asking_changes_no_token():
@@ -153,7 +144,7 @@ def test_tokens_that_a_stop_cuts_off_are_not_noted():
     engine = stand.wrap(model, drafter=ScriptedDrafter(text, [len(PROMPTS[0])]))
     output = engine.generate(PROMPTS[0], **GREEDY, max_new_tokens=12, stop_token_ids=[text[end]], logprobs=1)
     assert output.token_ids[0] == text[: end + 1] and output.stats.num_steps < end
-    assert worst(output, model, PROMPTS[:1]) < TOLERANCE
+    assert largest_error(output, model, PROMPTS[:1]) < TOLERANCE
 
 
 def test_each_trajectory_of_a_run_has_its_own():
@@ -175,7 +166,7 @@ def test_rows_that_are_put_back_keep_what_was_noted(monkeypatch):
     asked = {"temperature": 1.0, "top_k": 0, "max_new_tokens": most, "seed": 3, "logprobs": 1}
     output = engine.generate(PROMPTS[:1], num_return_sequences=rows, max_cache_bytes=cap, **asked)
     assert output.stats.num_put_back > 5
-    assert worst(output, model, PROMPTS[:1], samples=rows) < TOLERANCE
+    assert largest_error(output, model, PROMPTS[:1]) < TOLERANCE
 
 
 def test_behind_images():
@@ -307,7 +298,7 @@ def test_what_is_too_unlikely_for_a_float32_is_told_all_the_same(settings, sharp
     warpers += [library.TopKLogitsWarper(top_k)] if top_k else []
     found = output.logprobs[0].top
     assert found[np.isfinite(found)].min() < -110 and np.isneginf(found).any() == bool(top_k)
-    assert worst(output, model, PROMPTS[:1], warpers) < 20 * TOLERANCE  # of numbers 80 times as large
+    assert largest_error(output, model, PROMPTS[:1], warpers) < 20 * TOLERANCE  # of numbers 80 times as large
 
 
 def test_criteria_in_lists_of_lists_are_told_too():
@@ -336,7 +327,7 @@ def test_arrays_of_one_truth_value_are_answers_and_what_criteria_see_is_read_onl
 def test_texts_longer_than_the_first_arrays():
     engine = engine_of("llama")
     output = engine.generate(PROMPTS, **SAMPLED, max_new_tokens=200, stop_token_ids=[], seed=4, logprobs=1, learn=False)
-    assert worst(output, engine.model, PROMPTS) < TOLERANCE
+    assert largest_error(output, engine.model, PROMPTS) < TOLERANCE
 
 
 def test_what_a_confidence_cannot_be_made_of():

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from failures import failing_after
 from plain_kernels import use_plain_kernels
-from plain_logprobs import difference, plain_log_laws
+from plain_logprobs import difference, largest_error, plain_log_laws
 from step_pair import taught_lookup
 from tiny_models import kernel_model
 from transformers.generation import logits_process as library
@@ -53,11 +53,7 @@ def error_of(engine, *, mode=RAW, penalty=1.0, **settings) -> float:
     output = engine.generate(PROMPTS, **asked, **settings, logprobs_mode=mode, repetition_penalty=penalty)
     assert output.stats.mean_acceptance_length > 1.1
     processors = processors_of(settings, penalty) if mode == PROCESSED else []
-    texts = zip(np.repeat(range(len(PROMPTS)), 2), output.token_ids, output.logprobs, strict=True)
-    return max(
-        difference(found, tokens, plain_log_laws(engine.model, PROMPTS[prompt], tokens, processors))
-        for prompt, tokens, found in texts
-    )
+    return largest_error(output, engine.model, PROMPTS, processors)
 
 
 @pytest.mark.filterwarnings("ignore:greedy rows of a prompt")

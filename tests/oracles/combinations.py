@@ -15,6 +15,7 @@ from stand.trees import TreeShape
 
 CAPTURED = ("qwen2", "llama", "gemma3", "gpt_oss", "qwen3_next")  # families that kernels serve, with larger heads
 MOST_NEW = 24
+OWN_NAMES = ("temperature", "logits_processors", "stop_token_ids")  # of settings: transformers has others
 
 
 class Raising(LogitsProcessor):
@@ -75,18 +76,21 @@ class Combination:
         """New tokens of each prompt by itself, greedy."""
         return [self._by_transformers(prompt) for prompt in self.prompts]
 
+    def for_transformers(self) -> dict[str, object]:
+        """The settings under transformers' names, without the processors."""
+        settings = {name: value for name, value in self.settings.items() if name not in OWN_NAMES}
+        if "stop_token_ids" in self.settings:
+            settings["eos_token_id"] = self.settings["stop_token_ids"]
+        return settings | {"do_sample": False}
+
     def _by_transformers(self, prompt: list[int]) -> list[int]:
-        settings = dict(self.settings)
-        settings.pop("temperature")
-        own = settings.pop("logits_processors", None)
-        ends = settings.pop("stop_token_ids", None)
-        if ends is not None:
-            settings["eos_token_id"] = ends
-        ids = torch.tensor([prompt])
+        ids, own = torch.tensor([prompt]), [type(one)() for one in self.settings.get("logits_processors", [])]
         output = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False,
-            logits_processor=LogitsProcessorList([] if own is None else [type(one)() for one in own]), **settings,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=LogitsProcessorList(own),
+            **self.for_transformers(),
+        )
         return output[0, len(prompt) :].tolist()
 
 

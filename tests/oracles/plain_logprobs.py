@@ -44,6 +44,19 @@ def difference(found: TokenLogprobs, tokens: list[int], laws: torch.Tensor) -> f
     return float(max(error.max(initial=0.0) for error in errors))
 
 
+def largest_error(output, model: PreTrainedModel, prompts, processors: Sequence[LogitsProcessor] = ()) -> float:
+    """Of all rows of a `GenerationOutput`."""
+    return max(
+        difference(
+            output.logprobs[row],
+            output.token_ids[row],
+            plain_log_laws(model, prompt, output.token_ids[row], processors),
+        )
+        for place, prompt in enumerate(prompts)
+        for row in output.of_prompt(place)
+    )
+
+
 def _errors(found: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Equal infinities are no error."""
     with np.errstate(invalid="ignore"):

@@ -16,6 +16,7 @@ from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive
+from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.logprobs import LogprobNotes, StepLogprobs
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
@@ -27,7 +28,7 @@ from stand.scheduling.scheduler import Change, Entry, Scheduler
 from stand.seeds import seed_with_prompt
 from stand.stats import Stats
 from stand.step import Step, StepStart
-from stand.trees import DraftBatch
+from stand.trees import DraftBatch, TokenMasks
 from stand.verifiers import Verdicts, Verifier, VerifierNoise
 
 End = tuple[int, str | None]  # tokens that a row gains, and why it ends with them, if it does
@@ -73,6 +74,7 @@ class Call:
         self._read_law = read_law
         self._law: TargetLaw | None = None  # from the first step on
         self._has_processors = False  # of the law; asked in every step
+        self._grammar: GrammarMasks | None = None  # of the law
         self._new_own_seed = new_own_seed
         self._own_seed: int | None = None  # until the call begins
         self._is_learning = is_learning
@@ -202,7 +204,7 @@ class Call:
         self._num_places = self.scheduler.num_places
         longest = max(changes, key=lambda entry: entry.row.num_cached)
         self._law = self._read_law()
-        self._has_processors = self._law.has_processors
+        self._has_processors, self._grammar = self._law.has_processors, self._law.grammar
         self._step = self._backend.new_step(
             StepStart(
                 num_places=self._num_places,
@@ -278,6 +280,7 @@ class Call:
             is_learning=self._is_learning,
             prompt_words=live.prompt_words,
             most_rows=self._most_rows,
+            masks_at=None if self._grammar is None else partial(self._masks_at, live.rows),
         )
         batch = self._backend.ranks.agreed(self._drafter.draft, request)
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)
@@ -286,6 +289,9 @@ class Call:
         if DEBUG:
             batch.check()
         return request, batch
+
+    def _masks_at(self, rows: Sequence[Row], plan: DraftBatch) -> TokenMasks | None:
+        return self._grammar.planned(plan, rows, self._vocabulary_size)
 
     def _noise(self, live: LiveRows) -> VerifierNoise:
         return VerifierNoise(

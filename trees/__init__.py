@@ -10,7 +10,7 @@ if __name__ != "stand.trees":
     )
 
 from stand.trees import noise
-from stand.trees.blended.lookup import BlendedLookup, OutsideLaws
+from stand.trees.blended.lookup import BlendedLookup, OutsideLaws, TokenMasks
 from stand.trees.blended.merging import merge_lookups
 from stand.trees.checked_file import LookupFileError
 from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
@@ -28,6 +28,7 @@ __all__ = [
     "LookupFileError",
     "LookupTree",
     "OutsideLaws",
+    "TokenMasks",
     "TreeShape",
     "fit_shape",
     "merge_lookups",

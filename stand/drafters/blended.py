@@ -198,10 +198,13 @@ class BlendedDrafter(LookupDrafter):
             outside = self.source.laws(request, lambda laws: grow(budget, kind="deterministic", outside=laws))
         elif self.source is not None:
             self.source.skip()
+        grow = partial(grow, outside=outside)
+        if request.masks_at is not None and budget > 0:
+            grow = partial(grow, masks=request.masks_at(grow(budget, kind="deterministic")))
         size = budget
         if seconds is not None:  # known before anything is drawn, so that what is drawn decides nothing
-            size = best_size(grow(budget, kind="deterministic", outside=outside), seconds)
-        return grow(size, kind=self._kind_of(request), outside=outside)
+            size = best_size(grow(budget, kind="deterministic"), seconds)
+        return grow(size, kind=self._kind_of(request))
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         if self.source is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.costs.step_cost import StepTimer
 from stand.forward.rider import Rider
-from stand.trees import BlendedLookup, DraftBatch, LookupTree
+from stand.trees import BlendedLookup, DraftBatch, LookupTree, TokenMasks
 
 _COUNTING = Lock()
 
@@ -34,6 +34,8 @@ class DraftRequest:
     is_learning: bool = True  # else nothing that this step shows may shape the drafts of another call
     prompt_words: np.ndarray | int = 0  # [B] int64: `stand.seeds.prompt_word` of the rows' prompts
     most_rows: int = 0  # that the call may have at once, as `prepare` was told; 0: not known
+    # (planned drafts without noise) -> what grammars allow at their nodes, or None; where rows have grammars
+    masks_at: Callable[[DraftBatch], TokenMasks | None] | None = None
 
     @property
     def noise_keys(self) -> np.ndarray:

@@ -13,8 +13,9 @@ from transformers import LogitsProcessor
 
 from stand.forward.devices import uploaded
 from stand.laws.matchers import Matcher, forbidden, matcher_for
-from stand.laws.node import Node
+from stand.laws.node import Node, nodes_of
 from stand.row import Row
+from stand.trees import DraftBatch, TokenMasks
 
 
 @dataclass(slots=True)
@@ -33,11 +34,15 @@ class _Walk:
             self.matcher.follow(fresh)
 
     def write(self, paths: dict[int, tuple[int, ...]], words: np.ndarray) -> None:
-        """Masks of these nodes, by their lines of `words`; each path begins where the last one ended."""
+        """Masks of these nodes, by their lines of `words`; each path begins where the last one ended. The grammar is
+        asked for those that are not known from a plan of this step."""
         begun, current = self.matcher.num_taken, ()
         try:
             for line in sorted(paths, key=paths.__getitem__):
                 path = paths[line]
+                if path in self.words:
+                    words[line] = self.words[path]
+                    continue
                 if path[:-1] in self.errors:
                     self.errors[path] = self.errors[path[:-1]]
                     continue
@@ -75,18 +80,36 @@ class GrammarMasks:
     being computed. Below a token that the grammar forbids scores stay, and no row may come there."""
 
     by_request: dict[int, LogitsProcessor]
+    _num_tokens: int = 0  # of the model's vocabulary
     _of_row: dict[int, _Walk] = field(default_factory=dict)
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children or with them."""
+        if scores.shape[1] != self._num_tokens:  # a model may have more scores than tokens, which was to be seen
+            self._num_tokens = scores.shape[1]
+            self._of_row.clear()
+        words, allows_beyond = self._words(nodes)
+        return _masked(scores, words, allows_beyond=allows_beyond)
+
+    def planned(self, plan: DraftBatch, rows: Sequence[Row], num_tokens: int) -> TokenMasks | None:
+        """Masks at the nodes of drafts that are only planned, for a model of so many tokens; None where going back
+        takes a matcher so long that they are not worth it."""
+        self._num_tokens = self._num_tokens or num_tokens
+        if not all(self._followed(row).matcher.goes_back_quickly for row in rows):
+            return None
+        words, allows_beyond = self._words(nodes_of(plan, rows))
+        return TokenMasks(plan, words, allows_beyond=allows_beyond)
+
+    def _words(self, nodes: Sequence[Node]) -> tuple[np.ndarray, bool]:
+        """The masks of nodes, [n, W] int32, and whether tokens beyond them are allowed."""
         lines_of: dict[int, list[int]] = {}
         for line, node in enumerate(nodes):
             lines_of.setdefault(node.row.index, []).append(line)
-        walks = [self._followed(nodes[lines[0]].row, scores.shape[1]) for lines in lines_of.values()]
+        walks = [self._followed(nodes[lines[0]].row) for lines in lines_of.values()]
         words = np.full((len(nodes), walks[0].matcher.num_words), -1, dtype=np.int32)
         for walk, lines in zip(walks, lines_of.values(), strict=True):
             walk.write({line: nodes[line].path for line in lines}, words)
-        return _masked(scores, words, allows_beyond=walks[0].matcher.allows_beyond)
+        return words, walks[0].matcher.allows_beyond
 
     def error_at(self, node: Node) -> Exception | None:
         """What is wrong with a node of the last step, if no text of the grammar comes there."""
@@ -98,11 +121,11 @@ class GrammarMasks:
         if is_last:
             self.by_request.pop(row.request, None)
 
-    def _followed(self, row: Row, num_tokens: int) -> _Walk:
+    def _followed(self, row: Row) -> _Walk:
         """The row's, behind its new tokens: a grammar begins after the prompt."""
         walk = self._of_row.get(row.index)
         if walk is None:
-            walk = _Walk(matcher_for(self.by_request[row.request], row.index, num_tokens))
+            walk = _Walk(matcher_for(self.by_request[row.request], row.index, self._num_tokens))
             self._of_row[row.index] = walk
         walk.follow(row)
         return walk

@@ -32,6 +32,7 @@ class Matcher(ABC):
     """Of one row. Beyond its end a grammar takes no tokens, and its mask stays."""
 
     allows_beyond = False  # whether tokens may be drawn whose numbers are beyond those of the mask
+    goes_back_quickly = True  # in microseconds
 
     def __init__(self, num_tokens: int):
         """num_tokens: those that its mask tells of."""
@@ -126,6 +127,7 @@ class GuidanceMatcher(Matcher):
         self._check()
         self._has_copies = self._can_be_copied()
         self._copies = self._has_copies  # now
+        self.goes_back_quickly = self._has_copies
         self._tokens: list[int] = []  # all of them, where there are no copies
 
     def follow(self, tokens: Sequence[int]) -> None:

@@ -193,6 +193,11 @@ class ProcessorChain:
             self._errors |= {place: error for place, error in found if error is not None}
         return processed
 
+    @property
+    def grammar(self) -> GrammarMasks | None:
+        """The first processor of a grammar library."""
+        return next((runner for runner in self._runners.values() if isinstance(runner, GrammarMasks)), None)
+
     def check_drawn(self, places: Iterable[int]) -> None:
         """Raises what is wrong with a node of the last call at which a token was drawn."""
         for place in places:

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from stand.laws.filters import filter_laws
+from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
 from stand.row import Row
 from stand.simd.threads import parallel_region
@@ -131,6 +132,11 @@ class TargetLaw:
         if self._processors is not None:
             for first, path, count in zip(batch.offsets.tolist(), accepted, num_drawn, strict=False):
                 self._processors.check_drawn((first + path[: max(count - 1, 0)]).tolist())
+
+    @property
+    def grammar(self) -> GrammarMasks | None:
+        """What says at planned nodes which tokens may follow, where one of the processors is a grammar library's."""
+        return None if self._processors is None else self._processors.grammar
 
     @property
     def has_processors(self) -> bool:

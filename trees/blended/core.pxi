@@ -107,6 +107,19 @@ cdef extern from "growth/blender.h" namespace "stand" nogil:
     vector[Candidate] blended_law(const CLookup& lookup, const uint32_t* window, int32_t available, uint8_t scope,
                                   int32_t limit) except +
 
+cdef extern from "growth/masks.h" namespace "stand" nogil:
+    cdef cppclass TokenMask:
+        TokenMask()
+        const uint32_t* words
+        int32_t size
+        bool_t allows_beyond
+
+    cdef cppclass CTokenMasks "stand::TokenMasks":
+        CTokenMasks(const TokenMask& first) except +
+        int64_t num_rows()
+        void add_root() except +
+        void add_node(int32_t parent, uint32_t token) except +
+
 cdef extern from "growth/growth.h" namespace "stand" nogil:
     cdef cppclass GrowthRequest:
         const int32_t* window
@@ -125,6 +138,7 @@ cdef extern from "growth/growth.h" namespace "stand" nogil:
         const float* rises
         const COutsideLaws* outside
         const OutsideOdds* outside_odds
+        const CTokenMasks* masks
 
     cdef cppclass Growth:
         Growth() except +

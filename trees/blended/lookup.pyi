@@ -35,6 +35,10 @@ class OutsideLaws:
     @classmethod
     def of_heads(cls, top_ids: np.ndarray, top_probs: np.ndarray, *, source: int = 0) -> OutsideLaws: ...
 
+class TokenMasks:
+    def __init__(self, plan: DraftBatch, words: np.ndarray, *, allows_beyond: bool = False) -> None: ...
+    def __len__(self) -> int: ...
+
 class BlendedLookup:
     depth: int
     max_bytes: int
@@ -108,6 +112,7 @@ class BlendedLookup:
         width: int | None = None,
         scopes: Sequence[int] | np.ndarray | None = None,
         outside: OutsideLaws | None = None,
+        masks: TokenMasks | None = None,
     ) -> DraftBatch: ...
     def record_outcome(
         self,

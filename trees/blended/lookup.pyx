@@ -35,6 +35,7 @@ include "core.pxi"
 include "../include/digest.pxi"
 include "../include/windows.pxi"
 include "batch.pxi"
+include "masks.pxi"
 include "outside.pxi"
 include "requests.pxi"
 include "snapshot.pxi"
@@ -262,7 +263,7 @@ cdef class BlendedLookup:
         return law_arrays(law)
 
     def draft(self, histories, budget, *, seed, rows, steps, kind="deterministic", floor=0.0, rises=None,
-              max_depths=None, max_nodes=None, width=None, scopes=None, outside=None):
+              max_depths=None, max_nodes=None, width=None, scopes=None, outside=None, masks=None):
         """One draft per row, as an adapted DraftBatch with path probabilities and estimates.
 
         histories: per row int32[:], the committed tokens with the pending token last. budget: nodes of all rows
@@ -274,10 +275,11 @@ cdef class BlendedLookup:
         the step's expected tokens. max_depths: deepest node per row, None for no bound. max_nodes: most nodes of a row,
         one number or one per row, the pending token not counted. width: most children of a node; 1 for chains, which
         mixed drafts cannot be. scopes: one per row, None for 0. outside: `OutsideLaws` of the rows, which are blended
-        in and noted in the batch; they must not depend on the draft's noise.
+        in and noted in the batch; they must not depend on the draft's noise. masks: `TokenMasks` of the rows; no node
+        is drafted that one of them forbids.
 
         Raises ValueError on an empty history, an unknown kind, a floor outside [0, 1], fewer rises than the budget, a
-        width of 0, or laws of another number of rows.
+        width of 0, or laws or masks of another number of rows.
         """
         cdef Py_ssize_t num_rows = len(histories)
         if not 1 <= num_rows <= MAX_ROWS:
@@ -300,6 +302,9 @@ cdef class BlendedLookup:
             set_caps(max_nodes, requests)
         if scopes is not None:
             set_scopes(scopes, requests)
+        cdef TokenMasks allowed = checked_masks(masks, num_rows)
+        if allowed is not None:
+            settings.masks = allowed._masks
         if outside is None:
             return self._grow(requests, settings)
         cdef OutsideLaws laws = checked_outside(outside, num_rows)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "evidence.h"
+#include "masks.h"
 #include "../store/lookup.h"
 
 namespace stand {
@@ -95,6 +96,27 @@ class Blender {
         merge();
     }
 
+    // Leaves out tokens that the mask forbids; the others share what those had. Where few tokens may follow, those that
+    // no evidence speaks for share what is left for them.
+    void restrict(const TokenMask& mask) {
+        float kept = 0.0f, lost = 0.0f;
+        int32_t count = 0;
+        for (int32_t i = 0; i < size; ++i) {
+            if (!mask.allows(tokens[i])) {
+                lost += probabilities[i];
+                continue;
+            }
+            kept += probabilities[i];
+            tokens[count] = tokens[i];
+            probabilities[count++] = probabilities[i];
+        }
+        size = count;
+        const float unknown = std::max(1.0f - kept - lost, LEAST_UNKNOWN);
+        const int32_t num_allowed = mask.count(FEW);
+        if (num_allowed <= FEW && num_allowed > size) add_unknown(mask, unknown / (num_allowed - size));
+        for (int32_t i = 0; i < size; ++i) probabilities[i] /= kept + unknown;
+    }
+
     // The best `limit` in descending probability (ties: lowest token), valid until the next call.
     const std::vector<Candidate>& best(int32_t limit) {
         const int32_t kept = std::min(limit, size);
@@ -117,6 +139,8 @@ class Blender {
     }
 
    private:
+    static constexpr int32_t FEW = 8;
+    static constexpr float LEAST_UNKNOWN = 1e-3f;  // of a law: what evidence leaves to tokens that it does not name
     static constexpr float LIKELIEST = 0.1f;  // the empty context gives hardly any token more
     static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
     static_assert(NUM_SLOTS > MOST_PIECES, "a slot must stay free");
@@ -152,6 +176,16 @@ class Blender {
     void collect(const EmptyLaws::Law& law, float carry, float cut) {
         for (int32_t i = 0; i < law.size && carry * law.candidates[i].probability >= cut; ++i)
             evidence_.add(law.candidates[i].token, carry * law.candidates[i].probability);
+    }
+
+    // Adds the tokens that the mask allows and no evidence speaks for.
+    void add_unknown(const TokenMask& mask, float probability) {
+        const uint32_t *first = tokens, *last = tokens + size;
+        mask.each([&](uint32_t token) {
+            if (std::find(first, last, token) != last) return;
+            tokens[size] = token;
+            probabilities[size++] = probability;
+        });
     }
 
     // Adds up the evidence for each token.

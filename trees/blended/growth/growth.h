@@ -29,6 +29,7 @@ struct GrowthSettings {
     const float* rises = nullptr;  // [budget] share of itself by which the step's cost rises with each further node
     const OutsideLaws* outside = nullptr;  // of all rows
     const OutsideOdds* outside_odds = nullptr;
+    const TokenMasks* masks = nullptr;  // of all rows
 };
 
 struct GrownNode {
@@ -38,6 +39,7 @@ struct GrownNode {
     int32_t row, local, parent, depth, rank;  // local: number within the row; parent: index into nodes, -1 at a root
     int32_t num_children = 0;
     int32_t outside = NOWHERE;  // node with its law from outside
+    int32_t mask = NOWHERE;  // node with its mask
     float path;  // estimated probability that the node is accepted
     float product = 1.0f;  // of the estimates along the path, before calibration
     bool is_located = false;
@@ -213,6 +215,7 @@ inline void Growth::plant(int32_t row) {
     root.path = 1.0f;
     root.contexts = roots_[2 * row];
     if (settings_.outside != nullptr) root.outside = settings_.outside->root(row);
+    if (settings_.masks != nullptr) root.mask = settings_.masks->root(row);
     root.is_located = true;
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
     if (std::min(request.max_depth, request.max_nodes) > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Action::expand);
@@ -253,6 +256,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     node.depth = nodes[parent].depth + 1;
     node.rank = nodes[parent].num_children++;
     if (nodes[parent].outside != NOWHERE) node.outside = settings_.outside->child(nodes[parent].outside, token);
+    if (nodes[parent].mask != NOWHERE) node.mask = settings_.masks->child(nodes[parent].mask, token);
     node.path = path;
     node.product = item.product;
     --room_;
@@ -277,6 +281,7 @@ inline void Growth::expand(int32_t index) {
     const float least = std::max(wanted, thresholds_.least / nodes[index].path);
     const Clock clock{lookup_->clock.now, (*requests_)[nodes[index].row].scope};
     blend(nodes[index], clock, least);
+    if (nodes[index].mask != NOWHERE) blender_.restrict(settings_.masks->at(nodes[index].mask));
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;

@@ -58,7 +58,6 @@ OPTIMISED = ["-O3", "-DNDEBUG", "-g0"]
 COMPACT = {
     "stand._cyutility",
     "stand.gpu.packets.packing",
-    "stand.plugins.known_texts",
     "stand.step_compiled",
     "stand.trees.compiled",
     "stand.trees.noise",

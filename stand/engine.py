@@ -295,6 +295,7 @@ class Engine:
                     f"a call returns at most {MOST_RETURNED_ROWS} rows, got {len(read)} prompts with "
                     f"num_return_sequences {count}; use engine.run, which yields rows as they end"
                 )
+            reader.check_rows(count * len(read))
             jobs = [reader.job(each, range(place * count, (place + 1) * count)) for place, each in enumerate(read)]
             options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
             return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=count * len(jobs), **options), jobs

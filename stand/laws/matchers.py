@@ -16,6 +16,7 @@ import torch
 
 from stand.own_copy import full_name
 
+XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
 MOST_BACK = 2**16  # tokens that an outlines_core guide can go back: a draft has no more
 
 
@@ -201,6 +202,16 @@ class OutlinesMatcher(Matcher):
         self._guide.rollback_state(count)
 
 
+def check_rows(processor: object, num_rows: int) -> None:
+    """Raises ValueError where a processor of several grammars has not one for each row of a call."""
+    count = len(processor.compiled_grammars) if full_name(processor) == XGRAMMAR else 1
+    if count not in (1, num_rows):
+        raise ValueError(
+            f"a processor of several grammars must have one for each row, got {count} for {num_rows} rows; give it one "
+            "for all rows, or as many as prompts times num_return_sequences"
+        )
+
+
 def _xgrammar(processor: object, row: int, num_tokens: int) -> Matcher:
     grammars = processor.compiled_grammars
     if len(grammars) > 1 and row >= len(grammars):
@@ -213,7 +224,7 @@ def _xgrammar(processor: object, row: int, num_tokens: int) -> Matcher:
 
 # By the full name of a processor's class: whether one is new; a matcher for a row's number and the vocabulary's size.
 KNOWN: dict[str, tuple[Callable[[object], bool], Callable[[object, int, int], Matcher]]] = {
-    "xgrammar.contrib.hf.LogitsProcessor": (lambda one: not one.matchers, _xgrammar),
+    XGRAMMAR: (lambda one: not one.matchers, _xgrammar),
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": (
         lambda one: one.is_first_token,
         lambda one, row, num_tokens: XGrammarMatcher(one.compiled_grammar, num_tokens),

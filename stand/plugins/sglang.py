@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from stand.plugins.backlog import Backlog
-from stand.plugins.known_texts import NamedTexts
 from stand.plugins.options import PREFIX, ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
@@ -25,6 +24,7 @@ from stand.plugins.sglang_worker import CHOOSES_WORKER, check_one_rank, with_law
 from stand.sharing.exchange import numbers_of
 from stand.sharing.news import StepNews, TextNews
 from stand.trees import DraftBatch, problem_key
+from stand.trees.compiled import NamedTexts
 from stand.trees.layouts.text_rows import TextRows
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ import numpy as np
 
 from stand.drafters.costs.step_cost import processor_clock
 from stand.plugins.backlog import Backlog
-from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import PAYING, ServingOptions
 from stand.plugins.paying_drafts import PayingDrafts
 from stand.plugins.row_steps import Reporter, RowSteps
@@ -30,6 +29,7 @@ from stand.plugins.scopes import Scopes
 from stand.sharing.exchange import Exchange, numbers_of
 from stand.sharing.news import TextNews
 from stand.trees import NO_TOKEN, DraftBatch, problem_key
+from stand.trees.compiled import KnownTexts
 from stand.trees.layouts.text_rows import TextRows
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings
 from stand.laws.allowed_tokens import AllowedInCall
 from stand.laws.logprobs import logprob_notes
+from stand.laws.matchers import check_rows
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
 from stand.media.check import check_media
@@ -119,6 +120,11 @@ class JobReader:
             processor=self._processor,
             media_names=media_arguments(self._model),
         )
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raises ValueError where processors are made for another number of rows than the call has."""
+        for processor in self._processors:
+            check_rows(processor, num_rows)
 
     def read(self, request: Request | object) -> Job:
         """A request, or a prompt alone. An error says in a note which one it was."""

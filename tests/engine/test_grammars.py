@@ -200,8 +200,13 @@ def test_a_processor_of_several_grammars_has_one_for_each_row():
     output = engine.generate(input_ids=PROMPTS, max_new_tokens=20, logits_processors=processor)
     for regex, tokens in zip(regexes, output.token_ids, strict=True):
         assert re.fullmatch(regex, text_of(tokens))
+    for prompts in (PROMPTS[:1], PROMPTS * 2):
+        wanted = f"must have one for each row, got 2 for {len(prompts)} rows; give it one for all rows, or as many"
+        with pytest.raises(ValueError, match=wanted):
+            engine.generate(input_ids=prompts, max_new_tokens=20, logits_processors=processor)
+    run = engine.run(PROMPTS * 2, max_new_tokens=20, logits_processors=processor)
     with pytest.raises(ValueError, match="must have one for each row, got 2 and row 2; give it one for all rows"):
-        engine.generate(input_ids=PROMPTS * 2, max_new_tokens=20, logits_processors=processor)
+        list(run)
 
 
 class Insists(LogitsProcessor):

@@ -15,6 +15,8 @@ from stand.trees.noise import DRAFT, uniforms
 F = np.float32
 OVERLAP = F(0.25)
 LIKELIEST = F(0.1)
+FEW = 8
+LEAST_UNKNOWN = F(1e-3)
 NO_BOUND = 1 << 30
 
 
@@ -73,9 +75,10 @@ class SlowGrowth:
 
     def draft(
         self, histories, budget, *, seed, rows, steps, kind, floor=0.0, rises=None, max_depths=None, max_nodes=None,
-        width=None, scopes=None,
+        width=None, scopes=None, masks=None,
     ) -> list[Node]:  # fmt: skip
-        """All nodes in the order in which they were revealed, roots included."""
+        """All nodes in the order in which they were revealed, roots included. masks: by row and path, the tokens that
+        may follow where it is known."""
         count = len(histories)
         self.histories = [list(map(int, history)) for history in histories]
         self.seed, self.rows, self.steps, self.kind = seed, rows, steps, kind
@@ -84,6 +87,7 @@ class SlowGrowth:
         self.max_depths = list(max_depths or [NO_BOUND] * count)
         self.max_nodes = list(max_nodes or [NO_BOUND] * count)
         self.scopes = list(scopes or [0] * count)
+        self.masks = masks or {}
         self.nodes: list[Node] = []
         self.sizes, self.expected = [0] * count, F(count)
         together = self.rises is not None or self.width == 1 or sum(self.max_nodes) > budget
@@ -233,6 +237,9 @@ class SlowGrowth:
         law: dict[int, np.float32] = {}
         for token, probability in pieces:
             law[token] = law.get(token, F(0)) + probability
+        allowed = self.masks.get((row, tuple(path[::-1])))
+        if allowed is not None:
+            law = _restricted(law, allowed)
         return sorted(law.items(), key=lambda item: (-item[1], item[0]))
 
     def _collect(self, context: Context, row: int, carry: np.float32, cut: np.float32, pieces: list) -> np.float32:
@@ -256,6 +263,21 @@ class SlowGrowth:
             if carry * probability < cut:
                 break
             pieces.append((token, carry * probability))
+
+
+def _restricted(law: dict[int, np.float32], allowed: frozenset[int]) -> dict[int, np.float32]:
+    """Without the other tokens, which leave what they had to these. Few that may follow share what is left."""
+    kept = lost = F(0)
+    for token, probability in law.items():
+        if token in allowed:
+            kept += probability
+        else:
+            lost += probability
+    unknown = max(F(1) - kept - lost, LEAST_UNKNOWN)
+    known = {token: probability for token, probability in law.items() if token in allowed}
+    if len(known) < len(allowed) <= FEW:
+        known |= dict.fromkeys(sorted(allowed - set(known)), unknown / F(len(allowed) - len(known)))
+    return {token: probability / (kept + unknown) for token, probability in known.items()}
 
 
 def _half_octaves(probability: np.float32) -> int:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from stand.plugins import vllm
-from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import ServingOptions
 from stand.plugins.paying_drafts import Limits, PayingDrafts
 from stand.plugins.scopes import Scopes
 from stand.plugins.vllm import LookupProposer
 from stand.trees import BlendedLookup
+from stand.trees.compiled import KnownTexts
 
 MOST_ROWS, LONGEST, K = 6, 512, 4
 VOCABULARY_SIZE = 1 << 17

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from noisy_walks import draft, stream
+from planned_masks import planned_masks
 from reference_blended import SlowBlend
 from reference_growth import SlowGrowth
 
@@ -35,6 +36,9 @@ CASES = {
     "prices": {"num_rows": 2, "budget": 40, "rises": RISES},
     "scopes": {"num_rows": 2, "budget": 9, "scopes": [1, 2]},
     "few candidates": {"num_rows": 2, "budget": 12, "num_candidates": 3},
+    "masks of a few tokens": {"num_rows": 2, "budget": 30, "most_allowed": 9},
+    "masks of many tokens": {"num_rows": 2, "budget": 30, "most_allowed": 40},
+    "chains with masks": {"num_rows": 3, "budget": 12, "width": 1, "most_allowed": 20},
 }
 
 
@@ -55,7 +59,19 @@ def end_of(length, rng):
     return int([length, rng.integers(3, 9), rng.integers(9, length)][rng.integers(3)])
 
 
-def compare(blends, kind, *, num_rows=1, budget, num_candidates=10, seed=7, twin=None, **settings):
+def allowed_at(most):
+    """(row, path) -> up to `most` tokens, other ones for each."""
+
+    def allowed(row, path):
+        rng = np.random.default_rng([row, *path])
+        return rng.permutation(40)[: rng.integers(most + 1)].tolist()
+
+    return allowed
+
+
+def compare(
+    blends, kind, *, num_rows=1, budget, num_candidates=10, seed=7, most_allowed=None, twin=None, **settings
+):  # fmt: skip
     """AssertionError where the draft is not the twin's. Returns the number of nodes."""
     lookups, slow = blends
     rng, count = np.random.default_rng(seed), 0
@@ -63,10 +79,14 @@ def compare(blends, kind, *, num_rows=1, budget, num_candidates=10, seed=7, twin
         texts = [TEXTS[int(rng.integers(3))] for _ in range(num_rows)]
         histories = [text[int(rng.integers(3)) : end_of(len(text), rng)] for text in texts]
         place = {"seed": seed, "rows": np.arange(num_rows) + 3, "steps": np.full(num_rows, step)}
-        batch = draft(lookups[num_candidates], histories, budget, kind=kind, **place, **settings)
+        masks, allowed = None, {}
+        if most_allowed is not None:
+            plan = draft(lookups[num_candidates], histories, budget, **place, **settings)
+            masks, allowed = planned_masks(plan, allowed_at(most_allowed), num_words=2)
+        batch = draft(lookups[num_candidates], histories, budget, kind=kind, masks=masks, **place, **settings)
         batch.check()
         growth = SlowGrowth(slow, num_candidates=num_candidates)
-        nodes = growth.draft(histories, budget, kind=kind, **(place | settings | (twin or {})))
+        nodes = growth.draft(histories, budget, kind=kind, **(place | settings | {"masks": allowed} | (twin or {})))
         assert batch.depths.tolist() == [node.depth for row in range(num_rows) for node in nodes if node.row == row]
         for row in range(num_rows):
             compare_row(batch[row], [node for node in nodes if node.row == row], nodes, kind)
@@ -102,11 +122,12 @@ def test_drafts_are_the_twins(blends, name, kind):
 
 
 @pytest.mark.parametrize(
-    "change", [{"floor": 0.3}, {"width": 2}, {"seed": 8}, {"scopes": [0, 0]}, {"rises": RISES / 9}]
+    "change", [{"floor": 0.3}, {"width": 2}, {"seed": 8}, {"scopes": [0, 0]}, {"rises": RISES / 9}, {"masks": {}}]
 )
 def test_the_twin_sees_a_difference(blends, change):
+    settings = {"rises": RISES, "scopes": [1, 2], "most_allowed": 30 if "masks" in change else None}
     with pytest.raises(AssertionError):
-        compare(blends, "sampled", num_rows=2, budget=40, rises=RISES, scopes=[1, 2], twin=change)
+        compare(blends, "sampled", num_rows=2, budget=40, **settings, twin=change)
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "mixed", "sampled"])

@@ -8,6 +8,7 @@ import pytest
 from draft_worlds import dense_world
 from exact import World
 from exact_drafts import RULES, JointDraft, assert_adapted, chi_square, distance_from_target, joint_drafts
+from planned_masks import planned_masks
 from taught_lookups import taught_lookups
 
 from stand.trees import DraftBatch, TokenMasks
@@ -49,21 +50,9 @@ def joint_growth(lookups) -> Callable[[str, str], list[JointDraft]]:
     return cache(lambda kind, name: joint_drafts(grown(lookups, kind, name)))
 
 
-def path_of(batch: DraftBatch, node: int) -> list[int]:
-    first = batch.offsets[np.searchsorted(batch.offsets, node, side="right") - 1]
-    path = []
-    while batch.parents[node] >= 0:
-        path.append(int(batch.token_ids[node]))
-        node = first + batch.parents[node]
-    return path[::-1]
-
-
-def masks_at(batch: DraftBatch, forbidden) -> TokenMasks:
-    """At every node of the batch, with all other tokens below 32."""
-    words = np.empty((batch.num_nodes, 1), np.uint32)
-    for node in range(batch.num_nodes):
-        words[node] = sum(1 << token for token in ALL - forbidden[sum(path_of(batch, node)) % len(forbidden)])
-    return TokenMasks(batch, words)
+def masks_at(plan: DraftBatch, forbidden) -> TokenMasks:
+    masks, _ = planned_masks(plan, lambda row, path: ALL - forbidden[sum(path) % len(forbidden)])
+    return masks
 
 
 def draft(lookup, kind, seed, *, masks=None, histories=HISTORIES, rows=(0, 1), budget=4, **settings) -> DraftBatch:

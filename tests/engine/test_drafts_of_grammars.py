@@ -1,0 +1,180 @@
+"""Drafts that know what a grammar forbids: fewer nodes are lost, and the law stays."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from grammar_cases import END, PROCESSORS, scores_along
+from node_cases import draft_of
+from small_law import continuation_law, p_of_continuations
+from tiny_models import VOCABULARY_SIZE, tiny_model
+
+import stand
+from stand.call import Call
+from stand.laws import grammar_masks
+from stand.laws.grammar_masks import GrammarMasks
+from stand.laws.processors import ProcessorChain
+from stand.row import Row
+from stand.trees import DraftBatch
+
+PROMPTS = [[5, 9, 11, 4], [7, 8]]
+SAMPLED = {"input_ids": PROMPTS, "num_return_sequences": 6, "max_new_tokens": 40, "temperature": 1.0, "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Two of the libraries compile how they apply a mask, which takes long."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(params=PROCESSORS)
+def make(request):
+    return PROCESSORS[request.param]
+
+
+class Watched(stand.BlendedDrafter):
+    """Keeps what it drafted, and for which rows."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.drafts: list[tuple[list[np.ndarray], DraftBatch]] = []
+
+    def draft(self, request):
+        batch = super().draft(request)
+        self.drafts.append(([np.array(history) for history in request.histories], batch))
+        return batch
+
+
+def forbidden_nodes(make, drafter: Watched) -> tuple[int, int]:
+    """Of all drafted nodes, those at or below a token that the grammar forbids; and all of them."""
+    prompt_of = {tuple(prompt): prompt for prompt in PROMPTS}
+    allowed: dict[tuple[int, ...], set[int]] = {}  # by text
+
+    def after(prompt, text):
+        if text not in allowed:
+            scores = scores_along(make(), prompt, list(text), torch.zeros(VOCABULARY_SIZE))
+            allowed[text] = set(torch.nonzero(scores.isfinite()).flatten().tolist())
+        return allowed[text]
+
+    lost = total = 0
+    for histories, batch in drafter.drafts:
+        for history, draft in zip(histories, batch, strict=True):
+            prompt = next(one for key, one in prompt_of.items() if tuple(history[: len(key)]) == key)
+            paths = [tuple(history[len(prompt) :].tolist())]
+            is_text = [True]
+            for token, parent in zip(draft.token_ids[1:].tolist(), draft.parents[1:].tolist(), strict=True):
+                paths.append((*paths[parent], token))
+                may = is_text[parent] and END not in paths[parent] and token in after(prompt, paths[parent])
+                is_text.append(may)
+            lost, total = lost + len(is_text) - sum(is_text), total + len(is_text) - 1
+    return lost, total
+
+
+def test_few_drafted_nodes_are_lost(make, monkeypatch):
+    """Without masks, as control, most are: the lookup has learned other texts, too."""
+    shares, steps = [], []
+    for is_masked in (True, False):
+        if not is_masked:
+            monkeypatch.setattr(Call, "_masks_at", lambda *given: None)
+        drafter = Watched(budget=24)
+        engine = stand.wrap(tiny_model("qwen2"), drafter=drafter)
+        engine.generate(**SAMPLED)  # free texts
+        drafter.drafts.clear()
+        output = engine.generate(**SAMPLED, logits_processors=[make()])
+        lost, total = forbidden_nodes(make, drafter)
+        shares.append(lost / total)
+        steps.append(output.stats.mean_acceptance_length)
+    assert shares[0] < 0.15 < 0.5 < shares[1]
+    assert steps[0] > 1.05 * steps[1]
+
+
+@pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
+@pytest.mark.parametrize("name", ["xgrammar", "outlines llguidance"])
+def test_continuations_have_the_law_of_plain_decoding(name, kind):
+    """Control: the law of another prompt."""
+    regex, model = "[ab]{2,3}", tiny_model("qwen2")
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=160, kind=kind))
+    settings = {"max_new_tokens": 5, "temperature": 1.0, "top_k": 0, "max_rows": 40, "seed": 4}
+    output = engine.generate(
+        input_ids=PROMPTS[:1], num_return_sequences=2000, logits_processors=PROCESSORS[name](regex), **settings
+    )
+    counts = Counter(map(tuple, output.token_ids))
+    assert output.stats.mean_acceptance_length > 1.5
+
+    def law_of(prompt):
+        def processed(prefix, logits):
+            path = prefix[0, len(prompt) :].tolist()
+            return scores_along(PROCESSORS[name](regex), prompt, path, logits[0])[None]
+
+        return continuation_law(model, prompt, processed, end=END, tokens=5)
+
+    assert p_of_continuations(counts, law_of(PROMPTS[0])) > 1e-4
+    assert p_of_continuations(counts, law_of(PROMPTS[1])) < 1e-6
+
+
+def test_a_mask_is_asked_for_once(monkeypatch, make):
+    """Those at planned nodes serve the forward, too."""
+    asked, real = Counter(), grammar_masks._Walk._write
+
+    def write(walk, words, path):
+        asked[id(walk), walk.matcher._num_settled, path] += 1
+        real(walk, words, path)
+
+    monkeypatch.setattr(grammar_masks._Walk, "_write", write)
+    engine = stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(budget=24))
+    engine.generate(**SAMPLED, logits_processors=[make()])
+    assert len(asked) > 50 and set(asked.values()) == {1}
+
+
+def planned(masks: GrammarMasks, tokens, row: Row, num_tokens: int = VOCABULARY_SIZE):
+    batch = DraftBatch.concatenate([draft_of(tokens, range(-1, len(tokens) - 1))])
+    return masks.planned(batch, [row], num_tokens)
+
+
+def new_row() -> Row:
+    return Row(0, np.array(PROMPTS[0], dtype=np.int32), 40)
+
+
+def test_a_model_may_have_more_scores_than_its_configuration_has_tokens(make):
+    """Seen by the first scores: the matcher begins anew, for all of them."""
+    chain, row = ProcessorChain([make()]), new_row()
+    assert planned(chain.grammar, [4, 9], row, num_tokens=40) is not None
+    logits = torch.zeros(1, VOCABULARY_SIZE)
+    scores = chain(logits, DraftBatch.concatenate([draft_of([4], [-1])]), [row])
+    assert torch.equal(scores[0], scores_along(make(), PROMPTS[0], [], logits[0]))
+    assert chain.grammar._num_tokens == VOCABULARY_SIZE
+
+
+def test_a_grammar_that_goes_back_slowly_is_not_asked_for_plans(monkeypatch):
+    make = PROCESSORS["outlines llguidance"]
+    chain, row = ProcessorChain([make()]), new_row()
+    assert planned(chain.grammar, [4, 3], row) is not None
+    monkeypatch.setattr("stand.laws.matchers.GuidanceMatcher._can_be_copied", lambda self: False)
+    assert planned(ProcessorChain([make()]).grammar, [4, 3], row) is None
+
+
+def test_a_plan_changes_no_scores(make):
+    """Masks that are known are those that are asked for."""
+    generator, row = np.random.default_rng(3), new_row()
+    for tokens in generator.integers(3, VOCABULARY_SIZE, (20, 6)).tolist():
+        batch = DraftBatch.concatenate([draft_of([4, *tokens], [-1, 0, 1, 2, 1, 0, 5])])
+        logits = torch.from_numpy(generator.normal(0, 1, (7, VOCABULARY_SIZE))).float()
+        both = [ProcessorChain([make()], end_ids=[END]) for _ in range(2)]
+        both[0].grammar.planned(batch, [row], VOCABULARY_SIZE)
+        assert torch.equal(*(chain(logits, batch, [row]) for chain in both))
+
+
+def test_drafts_without_nodes_ask_no_grammar(monkeypatch, make):
+    monkeypatch.setattr(GrammarMasks, "planned", lambda *given: pytest.fail("asked"))
+    engine = stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(budget=0))
+    assert engine.generate(**SAMPLED, logits_processors=[make()]).stats.mean_acceptance_length == 1.0
+
+
+def test_calls_without_a_grammar_have_no_masks():
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Watched(budget=4))
+    real, seen = Watched.draft, []
+    engine.drafter.draft = lambda request: seen.append(request.masks_at) or real(engine.drafter, request)
+    engine.generate(**SAMPLED)
+    assert seen and all(one is None for one in seen)

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from stand.drafters.token_recycling import TokenRecyclingDrafter
     from stand.engine import Engine
     from stand.forward.self_check import UnsupportedModelError
+    from stand.laws.after_thoughts import AfterThoughts
     from stand.laws.logprobs import TokenLogprobs
     from stand.output import GenerationOutput
     from stand.scheduling.request import Request, Trajectory
     from stand.scheduling.run import Run
     from stand.stats import Stats
     from stand.texts.confidence import LowConfidence
-    from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TreeShape, merge_lookups
+    from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TokenMasks, TreeShape, merge_lookups
     from stand.verifiers import Verifier
     from stand.wrapping import wrap
 
@@ -54,6 +55,7 @@ if any(importlib.util.find_spec(f"stand.{part}") is None for part in ("_cyutilit
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AfterThoughts": "stand.laws.after_thoughts",
     "BlendedDrafter": "stand.drafters.blended",
     "BlendedLookup": "stand.trees",
     "CostTable": "stand.drafters.costs.step_cost",
@@ -78,6 +80,7 @@ _HOMES = {
     "StreamLaws": "stand.drafters.streams.laws",
     "StreamingDrafter": "stand.drafters.streams.drafter",
     "TokenLogprobs": "stand.laws.logprobs",
+    "TokenMasks": "stand.trees",
     "TokenRecyclingDrafter": "stand.drafters.token_recycling",
     "Trajectory": "stand.scheduling.request",
     "TreeShape": "stand.trees",
@@ -89,6 +92,7 @@ _HOMES = {
 _PACKAGES = ("trees", "verifiers")
 
 __all__ = [
+    "AfterThoughts",
     "BlendedDrafter",
     "BlendedLookup",
     "CostTable",
@@ -113,6 +117,7 @@ __all__ = [
     "StreamLaws",
     "StreamingDrafter",
     "TokenLogprobs",
+    "TokenMasks",
     "TokenRecyclingDrafter",
     "Trajectory",
     "TreeShape",

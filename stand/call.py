@@ -205,6 +205,8 @@ class Call:
         longest = max(changes, key=lambda entry: entry.row.num_cached)
         self._law = self._read_law()
         self._has_processors, self._grammar = self._law.has_processors, self._law.grammar
+        if self._grammar is not None:
+            self._grammar.expect(self._vocabulary_size)
         self._step = self._backend.new_step(
             StepStart(
                 num_places=self._num_places,
@@ -280,7 +282,7 @@ class Call:
             is_learning=self._is_learning,
             prompt_words=live.prompt_words,
             most_rows=self._most_rows,
-            masks_at=None if self._grammar is None else partial(self._masks_at, live.rows),
+            masks_at=None if self._grammar is None else self._planner(live.rows),
         )
         batch = self._backend.ranks.agreed(self._drafter.draft, request)
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)
@@ -290,8 +292,9 @@ class Call:
             batch.check()
         return request, batch
 
-    def _masks_at(self, rows: Sequence[Row], plan: DraftBatch) -> TokenMasks | None:
-        return self._grammar.planned(plan, rows, self._vocabulary_size)
+    def _planner(self, rows: Sequence[Row]) -> Callable[[DraftBatch], TokenMasks] | None:
+        """What says at planned nodes which tokens the rows' grammars allow."""
+        return partial(self._grammar.planned, rows=rows) if self._grammar.is_plannable(rows) else None
 
     def _noise(self, live: LiveRows) -> VerifierNoise:
         return VerifierNoise(

@@ -34,8 +34,8 @@ class DraftRequest:
     is_learning: bool = True  # else nothing that this step shows may shape the drafts of another call
     prompt_words: np.ndarray | int = 0  # [B] int64: `stand.seeds.prompt_word` of the rows' prompts
     most_rows: int = 0  # that the call may have at once, as `prepare` was told; 0: not known
-    # (planned drafts without noise) -> what grammars allow at their nodes, or None; where rows have grammars
-    masks_at: Callable[[DraftBatch], TokenMasks | None] | None = None
+    # (planned drafts without noise) -> what the rows' grammars allow at their nodes; None where they allow everything
+    masks_at: Callable[[DraftBatch], TokenMasks] | None = None
 
     @property
     def noise_keys(self) -> np.ndarray:

@@ -63,7 +63,7 @@ class _Walk:
 
     def _take(self, path: tuple[int, ...], token: int) -> None:
         """Behind this path, whose mask is known."""
-        if not (allows(self.words[path], token) or self.matcher.has_ended(token)):
+        if not (allows(self.words[path], token) or self.matcher.takes_any(token)):
             raise RuntimeError(forbidden(token, self.matcher.num_taken))
         self.matcher.take(token)
 
@@ -80,7 +80,7 @@ class GrammarMasks:
     being computed. Below a token that the grammar forbids scores stay, and no row may come there."""
 
     by_request: dict[int, LogitsProcessor]
-    _num_tokens: int = 0  # of the model's vocabulary
+    _num_tokens: int = 0  # scores of the model
     _of_row: dict[int, _Walk] = field(default_factory=dict)
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
@@ -89,14 +89,21 @@ class GrammarMasks:
             self._num_tokens = scores.shape[1]
             self._of_row.clear()
         words, allows_beyond = self._words(nodes)
-        return _masked(scores, words, allows_beyond=allows_beyond)
+        is_free = bool((words == -1).all())
+        return scores if is_free else _masked(scores, words, allows_beyond=allows_beyond)
 
-    def planned(self, plan: DraftBatch, rows: Sequence[Row], num_tokens: int) -> TokenMasks | None:
-        """Masks at the nodes of drafts that are only planned, for a model of so many tokens; None where going back
-        takes a matcher so long that they are not worth it."""
+    def expect(self, num_tokens: int) -> None:
+        """So many scores, before any are seen."""
         self._num_tokens = self._num_tokens or num_tokens
-        if not all(self._followed(row).matcher.goes_back_quickly for row in rows):
-            return None
+
+    def is_plannable(self, rows: Sequence[Row]) -> bool:
+        """Whether masks at planned nodes are worth their time: some row has no free choice now, and all their matchers
+        go back quickly."""
+        matchers = [self._followed(row).matcher for row in rows]
+        return all(one.goes_back_quickly for one in matchers) and not all(one.is_free for one in matchers)
+
+    def planned(self, plan: DraftBatch, rows: Sequence[Row]) -> TokenMasks:
+        """Masks at the nodes of drafts that are only planned."""
         words, allows_beyond = self._words(nodes_of(plan, rows))
         return TokenMasks(plan, words, allows_beyond=allows_beyond)
 

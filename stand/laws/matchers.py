@@ -17,6 +17,7 @@ import torch
 from stand.own_copy import full_name
 
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
+AFTER_THOUGHTS = "stand.laws.after_thoughts.AfterThoughts"
 MOST_BACK = 2**16  # tokens that an outlines_core guide can go back: a draft has no more
 
 
@@ -30,10 +31,41 @@ def forbidden(token: int, count: int) -> str:
 
 
 class Matcher(ABC):
-    """Of one row. Beyond its end a grammar takes no tokens, and its mask stays."""
+    """Of one row."""
 
+    num_words: int  # of a mask
     allows_beyond = False  # whether tokens may be drawn whose numbers are beyond those of the mask
     goes_back_quickly = True  # in microseconds
+    is_free = False  # whether any token may come now, and any behind it for a while
+
+    @property
+    @abstractmethod
+    def num_taken(self) -> int:
+        """Tokens that lie behind it."""
+
+    @abstractmethod
+    def take(self, token: int) -> None:
+        """The text goes on. Raises RuntimeError where the grammar does not allow the token."""
+
+    @abstractmethod
+    def go_back(self, count: int) -> None:
+        """By so many tokens, taken since it last followed."""
+
+    @abstractmethod
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take these for good: it will not go back before where it is then."""
+
+    @abstractmethod
+    def write_mask(self, words: np.ndarray) -> None:
+        """words: [num_words] int32, contiguous; bit t % 32 of word t // 32 tells whether token t is allowed next."""
+
+    @abstractmethod
+    def takes_any(self, token: int) -> bool:
+        """Whether any token may come, whatever the mask says; token: the one that does."""
+
+
+class LibraryMatcher(Matcher):
+    """Around a matcher of a library. Beyond its end a grammar takes no tokens, and its mask stays."""
 
     def __init__(self, num_tokens: int):
         """num_tokens: those that its mask tells of."""
@@ -43,18 +75,15 @@ class Matcher(ABC):
 
     @property
     def num_taken(self) -> int:
-        """Tokens that lie behind it."""
         return self._num_settled + len(self._has_moved)
 
     def take(self, token: int) -> None:
-        """The text goes on. Raises RuntimeError where the grammar does not allow the token."""
-        moves = not self.has_ended(token)
+        moves = not self.takes_any(token)
         if moves and not self._take(token):
             raise RuntimeError(forbidden(token, self.num_taken) + self._error())
         self._has_moved.append(moves)
 
     def go_back(self, count: int) -> None:
-        """By so many tokens, taken since it last followed."""
         if count:
             moves = sum(self._has_moved[-count:])
             del self._has_moved[-count:]
@@ -62,7 +91,6 @@ class Matcher(ABC):
                 self._go_back(moves)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take these for good: it will not go back before where it is then."""
         for token in tokens:
             self.take(token)
         self._num_settled, self._has_moved = self.num_taken, []
@@ -72,21 +100,13 @@ class Matcher(ABC):
         return ""
 
     @abstractmethod
-    def write_mask(self, words: np.ndarray) -> None:
-        """words: [num_words] int32, contiguous; bit t % 32 of word t // 32 tells whether token t is allowed next."""
-
-    @abstractmethod
-    def has_ended(self, token: int) -> bool:
-        """Whether it takes no tokens any more, and any may come; token: the one that does."""
-
-    @abstractmethod
     def _take(self, token: int) -> bool: ...
 
     @abstractmethod
     def _go_back(self, count: int) -> None: ...
 
 
-class XGrammarMatcher(Matcher):
+class XGrammarMatcher(LibraryMatcher):
     """Of xgrammar. Its processors leave tokens beyond the mask as they are."""
 
     allows_beyond = True
@@ -105,7 +125,7 @@ class XGrammarMatcher(Matcher):
         self._matcher.fill_next_token_bitmask(torch.from_numpy(words[None]))
         self._matcher.accept_token(self._last)
 
-    def has_ended(self, token: int) -> bool:
+    def takes_any(self, token: int) -> bool:
         return self._matcher.is_terminated()
 
     def _take(self, token: int) -> bool:
@@ -116,7 +136,7 @@ class XGrammarMatcher(Matcher):
         self._matcher.rollback(count)
 
 
-class GuidanceMatcher(Matcher):
+class GuidanceMatcher(LibraryMatcher):
     """Of llguidance. Its own way back leaves wrong masks (1.9.1), so what may be gone back is taken by copies. Those of
     grammars with `stop=` share what they know: there, and with `max_tokens=`, going back is taking all tokens anew."""
 
@@ -140,7 +160,7 @@ class GuidanceMatcher(Matcher):
         self._line[-1].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
 
-    def has_ended(self, token: int) -> bool:
+    def takes_any(self, token: int) -> bool:
         return self._line[-1].is_stopped()
 
     def _check(self) -> None:
@@ -178,7 +198,7 @@ class GuidanceMatcher(Matcher):
         return f" ({self._line[-1].get_error().splitlines()[0]})" if self._line[-1].is_error() else ""
 
 
-class OutlinesMatcher(Matcher):
+class OutlinesMatcher(LibraryMatcher):
     """Of outlines_core: an automaton of a regular expression."""
 
     def __init__(self, index: object, num_tokens: int):
@@ -189,7 +209,7 @@ class OutlinesMatcher(Matcher):
     def write_mask(self, words: np.ndarray) -> None:
         self._guide.write_mask_into(words.ctypes.data, words.size, words.itemsize)
 
-    def has_ended(self, token: int) -> bool:
+    def takes_any(self, token: int) -> bool:
         return self._guide.is_finished() and not self._guide.accepts_tokens([token])
 
     def _take(self, token: int) -> bool:
@@ -204,6 +224,8 @@ class OutlinesMatcher(Matcher):
 
 def check_rows(processor: object, num_rows: int) -> None:
     """Raises ValueError where a processor of several grammars has not one for each row of a call."""
+    if full_name(processor) == AFTER_THOUGHTS:
+        processor = processor.processor
     count = len(processor.compiled_grammars) if full_name(processor) == XGRAMMAR else 1
     if count not in (1, num_rows):
         raise ValueError(
@@ -224,6 +246,10 @@ def _xgrammar(processor: object, row: int, num_tokens: int) -> Matcher:
 
 # By the full name of a processor's class: whether one is new; a matcher for a row's number and the vocabulary's size.
 KNOWN: dict[str, tuple[Callable[[object], bool], Callable[[object, int, int], Matcher]]] = {
+    AFTER_THOUGHTS: (
+        lambda one: has_matcher(one.processor),
+        lambda one, row, num_tokens: one.new_matcher(row, num_tokens),
+    ),
     XGRAMMAR: (lambda one: not one.matchers, _xgrammar),
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": (
         lambda one: one.is_first_token,

@@ -77,7 +77,7 @@ def test_few_drafted_nodes_are_lost(make, monkeypatch):
     shares, steps = [], []
     for is_masked in (True, False):
         if not is_masked:
-            monkeypatch.setattr(Call, "_masks_at", lambda *given: None)
+            monkeypatch.setattr(Call, "_planner", lambda *given: None)
         drafter = Watched(budget=24)
         engine = stand.wrap(tiny_model("qwen2"), drafter=drafter)
         engine.generate(**SAMPLED)  # free texts
@@ -90,8 +90,10 @@ def test_few_drafted_nodes_are_lost(make, monkeypatch):
     assert steps[0] > 1.05 * steps[1]
 
 
-@pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
-@pytest.mark.parametrize("name", ["xgrammar", "outlines llguidance"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("xgrammar", "sampled"), ("xgrammar", "mixed"), ("xgrammar", "deterministic"), ("outlines llguidance", "sampled")],
+)
 def test_continuations_have_the_law_of_plain_decoding(name, kind):
     """Control: the law of another prompt."""
     regex, model = "[ab]{2,3}", tiny_model("qwen2")
@@ -128,11 +130,6 @@ def test_a_mask_is_asked_for_once(monkeypatch, make):
     assert len(asked) > 50 and set(asked.values()) == {1}
 
 
-def planned(masks: GrammarMasks, tokens, row: Row, num_tokens: int = VOCABULARY_SIZE):
-    batch = DraftBatch.concatenate([draft_of(tokens, range(-1, len(tokens) - 1))])
-    return masks.planned(batch, [row], num_tokens)
-
-
 def new_row() -> Row:
     return Row(0, np.array(PROMPTS[0], dtype=np.int32), 40)
 
@@ -140,7 +137,8 @@ def new_row() -> Row:
 def test_a_model_may_have_more_scores_than_its_configuration_has_tokens(make):
     """Seen by the first scores: the matcher begins anew, for all of them."""
     chain, row = ProcessorChain([make()]), new_row()
-    assert planned(chain.grammar, [4, 9], row, num_tokens=40) is not None
+    chain.grammar.expect(40)
+    chain.grammar.planned(DraftBatch.concatenate([draft_of([4, 9], [-1, 0])]), [row])
     logits = torch.zeros(1, VOCABULARY_SIZE)
     scores = chain(logits, DraftBatch.concatenate([draft_of([4], [-1])]), [row])
     assert torch.equal(scores[0], scores_along(make(), PROMPTS[0], [], logits[0]))
@@ -148,11 +146,13 @@ def test_a_model_may_have_more_scores_than_its_configuration_has_tokens(make):
 
 
 def test_a_grammar_that_goes_back_slowly_is_not_asked_for_plans(monkeypatch):
-    make = PROCESSORS["outlines llguidance"]
-    chain, row = ProcessorChain([make()]), new_row()
-    assert planned(chain.grammar, [4, 3], row) is not None
+    def is_plannable():
+        chain = ProcessorChain([PROCESSORS["outlines llguidance"]()])
+        return chain.grammar.is_plannable([new_row()])
+
+    assert is_plannable()
     monkeypatch.setattr("stand.laws.matchers.GuidanceMatcher._can_be_copied", lambda self: False)
-    assert planned(ProcessorChain([make()]).grammar, [4, 3], row) is None
+    assert not is_plannable()
 
 
 def test_a_plan_changes_no_scores(make):
@@ -162,7 +162,8 @@ def test_a_plan_changes_no_scores(make):
         batch = DraftBatch.concatenate([draft_of([4, *tokens], [-1, 0, 1, 2, 1, 0, 5])])
         logits = torch.from_numpy(generator.normal(0, 1, (7, VOCABULARY_SIZE))).float()
         both = [ProcessorChain([make()], end_ids=[END]) for _ in range(2)]
-        both[0].grammar.planned(batch, [row], VOCABULARY_SIZE)
+        both[0].grammar.expect(VOCABULARY_SIZE)
+        both[0].grammar.planned(batch, [row])
         assert torch.equal(*(chain(logits, batch, [row]) for chain in both))
 
 

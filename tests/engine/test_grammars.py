@@ -306,7 +306,7 @@ def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     namespace = run_page(PAGE, tmp_path, monkeypatch)
     answer, digits = capsys.readouterr().out.strip().splitlines()
     assert re.fullmatch(r"Answer: \d{1,3}", answer) and re.fullmatch(r"\d{1,3}", digits)
-    whole = r"(.|\n)*\nAnswer: [0-9]{1,3}"
+    whole = r"(.|\n)*</think>\nAnswer: [0-9]{1,3}"
     assert all(re.fullmatch(whole, text) for text in namespace["output"].texts)
 
 

@@ -49,8 +49,8 @@ cdef object _checked_words(words, Py_ssize_t num_nodes):
     ):
         got = f"{words.dtype} {words.shape}" if isinstance(words, np.ndarray) else type(words).__name__
         raise ValueError(
-            f"words must be a C-contiguous array of int32 or uint32 [{num_nodes}, W], got {got}; give each planned node "
-            "a mask"
+            f"words must be a C-contiguous array of int32 or uint32 [{num_nodes}, W], got {got}; give each planned "
+            "node a mask"
         )
     return words
 

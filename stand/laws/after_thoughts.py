@@ -1,0 +1,97 @@
+"""A grammar that begins where a model's thoughts end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from transformers import LogitsProcessor
+
+from stand.laws.matchers import Matcher, has_matcher, matcher_for
+from stand.trees.arguments import vector
+
+
+class AfterThoughts(LogitsProcessor):
+    """A grammar library's processor that begins behind the first `end` among a row's new tokens. Until then any token
+    may come, by the model's own law.
+
+    For `logits_processors=` of this engine, `custom_generate` included; transformers by itself cannot call it. A row
+    that is cut off in its thoughts has no answer of the grammar, so leave enough tokens.
+    """
+
+    def __init__(self, processor: LogitsProcessor, end: int | Iterable[int]):
+        """processor: one of docs/grammars.md. end: the token that ends thoughts, or several that do so one after the
+        other: `tokenizer.encode("</think>", add_special_tokens=False)`.
+
+        Raises ValueError for a processor that is no grammar library's, for one that has begun a text, and for no token.
+        """
+        if isinstance(processor, AfterThoughts) or not has_matcher(processor):
+            raise ValueError(
+                f"AfterThoughts needs a grammar library's processor, got {type(processor).__name__}; docs/grammars.md "
+                "has a list"
+            )
+        tokens = vector([end] if isinstance(end, int) else list(end), "end").tolist()
+        if not tokens or min(tokens) < 0:
+            raise ValueError(
+                f"thoughts must end in one token or several, got {tokens}; write tokenizer.encode('</think>', "
+                "add_special_tokens=False)"
+            )
+        self.processor = processor
+        self.end = tuple(tokens)
+
+    def __call__(self, input_ids: object, scores: object) -> object:
+        raise NotImplementedError(
+            "AfterThoughts must be given to an engine of stand, got a call of its own; call engine.generate, or "
+            "model.generate with custom_generate=stand_generate"
+        )
+
+    def new_matcher(self, row: int, num_tokens: int) -> Matcher:
+        """As `matcher_for`."""
+        return ThinkingMatcher(matcher_for(self.processor, row, num_tokens), self.end)
+
+
+class ThinkingMatcher(Matcher):
+    """Hands on to a grammar's matcher what comes behind the thoughts."""
+
+    def __init__(self, answer: Matcher, end: tuple[int, ...]):
+        """answer: behind no token; end: of the thoughts."""
+        self.num_words, self.allows_beyond = answer.num_words, answer.allows_beyond
+        self.goes_back_quickly = answer.goes_back_quickly
+        self._answer, self._end = answer, end
+        self._thoughts: list[int] = []  # with their end
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._thoughts) + self._answer.num_taken
+
+    @property
+    def is_free(self) -> bool:
+        return tuple(self._thoughts[-len(self._end) :]) != self._end
+
+    def take(self, token: int) -> None:
+        if self.is_free:
+            self._thoughts.append(token)
+        else:
+            self._answer.take(token)
+
+    def go_back(self, count: int) -> None:
+        answered = min(count, self._answer.num_taken)
+        self._answer.go_back(answered)
+        if count > answered:
+            del self._thoughts[answered - count :]
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        count = 0
+        while count < len(tokens) and self.is_free:
+            self._thoughts.append(tokens[count])
+            count += 1
+        self._answer.follow(tokens[count:])
+
+    def write_mask(self, words: np.ndarray) -> None:
+        if self.is_free:
+            words[:] = -1
+        else:
+            self._answer.write_mask(words)
+
+    def takes_any(self, token: int) -> bool:
+        return self.is_free or self._answer.takes_any(token)

@@ -1,0 +1,180 @@
+"""Grammars that begin where thoughts end: free until then, and a row's answer has the form that was asked for."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from grammar_cases import END, PROCESSORS, REGEX, XGrammarProcessor, compiled, scores_along, text_of
+from node_cases import draft_of
+from small_law import continuation_law, p_of_continuations
+from tiny_models import VOCABULARY_SIZE, tiny_model
+from transformers import LogitsProcessor
+
+import stand
+from stand.laws.processors import ProcessorChain
+from stand.plugins.generate import stand_generate
+from stand.row import Row
+from stand.trees import DraftBatch
+
+PROMPTS = [[5, 9, 11, 4], [7, 8]]
+STOP = 30  # ends thoughts: a letter that no grammar here has
+SAMPLED = {"input_ids": PROMPTS, "num_return_sequences": 8, "max_new_tokens": 90, "temperature": 1.0, "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Two of the libraries compile how they apply a mask, which takes long."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(params=PROCESSORS)
+def make(request):
+    return PROCESSORS[request.param]
+
+
+def thoughts_and_answer(tokens, end=(STOP,)) -> tuple[list[int], list[int] | None]:
+    """Both without the end of the thoughts; no answer where they do not end."""
+    for place in range(len(tokens)):
+        if tuple(tokens[place : place + len(end)]) == tuple(end):
+            return list(tokens[:place]), list(tokens[place + len(end) :])
+    return list(tokens), None
+
+
+def plain_scores(make, prompt, path, logits, end=(STOP,)):
+    """By a new processor that sees the answer alone."""
+    thoughts, answer = thoughts_and_answer(path, end)
+    return logits if answer is None else scores_along(make(), [*prompt, *thoughts, *end], answer, logits)
+
+
+@pytest.mark.parametrize("end", [(STOP,), (STOP, STOP), (31, STOP)])
+def test_scores_at_every_node_are_the_models_and_then_the_grammars(make, end):
+    """Rows go on, with drafts that end their thoughts and begin their answers anywhere."""
+    generator = np.random.default_rng(len(end))
+    chain, found = ProcessorChain([stand.AfterThoughts(make(), end)], end_ids=[END]), Counter()
+    row = Row(0, np.array(PROMPTS[0], dtype=np.int32), 60)
+    for step in range(40):
+        parents, text = [-1, 0, 1, 2, 3, 1, 5, 0, 7], row.new_token_ids.tolist()
+        tokens, paths = [int(row.history[-1])], [text]
+        for parent in parents[1:]:
+            answer = thoughts_and_answer(paths[parent], end)[1]
+            logits = torch.zeros(VOCABULARY_SIZE)
+            allowed = torch.nonzero(plain_scores(make, PROMPTS[0], paths[parent], logits, end).isfinite()).flatten()
+            choices = [token for token in allowed.tolist() if token != END]
+            if answer is None and generator.random() < 0.7:
+                choices = [30, 31]
+            tokens.append(int(generator.choice(choices or [END])))
+            paths.append([*paths[parent], tokens[-1]])
+        logits = torch.from_numpy(generator.normal(0, 1, (len(tokens), VOCABULARY_SIZE))).float()
+        batch = DraftBatch.concatenate([draft_of(tokens, parents)])
+        if step % 2 and chain.grammar.is_plannable([row]):
+            chain.grammar.planned(batch, [row])
+        scores = chain(logits, batch, [row])
+        for node, path in enumerate(paths):
+            if END not in path:
+                assert torch.equal(scores[node], plain_scores(make, PROMPTS[0], path, logits[node], end))
+                found[thoughts_and_answer(path, end)[1] is None] += 1
+        row.extend(tokens[1:3] if END not in tokens[1:3] and generator.random() < 0.7 else tokens[7:8])
+        if END in row.new_token_ids.tolist():
+            chain.forget(row, is_last=False)
+            row = Row(0, np.array(PROMPTS[0], dtype=np.int32), 60)
+    assert min(found[True], found[False]) > 30
+
+
+@pytest.mark.parametrize("verifier", ["match", "traversal"])
+def test_answers_have_the_form(make, verifier):
+    engine = stand.wrap(tiny_model("qwen2"), verifier=verifier, drafter=stand.BlendedDrafter(budget=48))
+    asked = {**SAMPLED, "logits_processors": [stand.AfterThoughts(make(), STOP)]}
+    drafted = engine.generate(**asked)
+    answers = 0
+    for tokens in drafted.token_ids:
+        thoughts, answer = thoughts_and_answer(tokens)
+        if answer is not None and tokens[-1] == END:
+            assert re.fullmatch(REGEX, text_of(answer))
+            answers += 1
+    assert answers > 4 and drafted.stats.num_accepted_draft_tokens > 20
+    if verifier == "match":
+        assert (
+            drafted.token_ids == engine.generate(**asked, draft=False).token_ids != engine.generate(**SAMPLED).token_ids
+        )
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "outlines_core"])
+def test_continuations_have_the_law_of_plain_decoding(name):
+    """Control: the law of a grammar that begins at once."""
+    make, model = (lambda: PROCESSORS[name]("[ab]{2}")), tiny_model("qwen2")
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=160))
+    bias = {"sequence_bias": [[[STOP], 3.0], [[END], -20.0], [[3], 3.0], [[4], 3.0]]}
+    settings = {"max_new_tokens": 4, "temperature": 1.0, "top_k": 3, "max_rows": 40, "seed": 4, **bias}
+    processor = stand.AfterThoughts(make(), STOP)
+    output = engine.generate(input_ids=PROMPTS[:1], num_return_sequences=2000, logits_processors=processor, **settings)
+    counts = Counter(map(tuple, output.token_ids))
+    assert output.stats.mean_acceptance_length > 1.2
+
+    def law_of(begins_at_once):
+        def processed(prefix, logits):
+            path, scores = prefix[0, len(PROMPTS[0]) :].tolist(), logits[0].clone()
+            for (token,), change in bias["sequence_bias"]:
+                scores[token] += change
+            if begins_at_once:
+                scores = scores_along(make(), PROMPTS[0], path, scores)
+            else:
+                scores = plain_scores(make, PROMPTS[0], path, scores)
+            scores[scores < scores.topk(3).values[-1]] = -torch.inf
+            return scores[None]
+
+        return continuation_law(model, PROMPTS[0], processed, end=END, tokens=4)
+
+    assert p_of_continuations(counts, law_of(False)) > 1e-4
+    assert p_of_continuations(counts, law_of(True)) < 1e-6
+
+
+def test_nothing_is_asked_of_a_grammar_while_rows_think(make, monkeypatch):
+    chain, row = ProcessorChain([stand.AfterThoughts(make(), STOP)]), Row(0, np.array(PROMPTS[0], dtype=np.int32), 9)
+    logits, batch = torch.zeros(1, VOCABULARY_SIZE), DraftBatch.pending([4])
+    assert not chain.grammar.is_plannable([row])
+    assert torch.equal(chain(logits, batch, [row]), logits)
+    row.extend([STOP])
+    assert chain.grammar.is_plannable([row])
+    assert not chain(logits, batch, [row]).isfinite().all()
+
+
+def test_by_custom_generate(make):
+    model, prompt = tiny_model("qwen2"), torch.tensor([PROMPTS[1]])
+    processor = stand.AfterThoughts(make(), STOP)
+    asked = {"max_new_tokens": 40, "do_sample": False, "sequence_bias": [[[STOP], 30.0]]}
+    tokens = model.generate(prompt, logits_processor=[processor], **asked, custom_generate=stand_generate)
+    thoughts, answer = thoughts_and_answer(tokens[0, 2:].tolist())
+    assert not thoughts and re.fullmatch(REGEX, text_of(answer))
+    with pytest.raises(NotImplementedError, match="must be given to an engine of stand, got a call of its own"):
+        model.generate(prompt, logits_processor=[processor], **asked)
+
+
+def test_several_grammars_are_one_for_each_row():
+    engine, regexes = stand.wrap(tiny_model("qwen2")), ["[ab]{4,6}", "[c]{4,6}"]
+    processor = stand.AfterThoughts(XGrammarProcessor([compiled(regex) for regex in regexes]), STOP)
+    asked = {"max_new_tokens": 20, "logits_processors": processor, "sequence_bias": [[[STOP], 30.0]]}
+    output = engine.generate(input_ids=PROMPTS, **asked)
+    for regex, tokens in zip(regexes, output.token_ids, strict=True):
+        assert re.fullmatch(regex, text_of(thoughts_and_answer(tokens)[1]))
+    with pytest.raises(ValueError, match="must have one for each row, got 2 for 4 rows"):
+        engine.generate(input_ids=PROMPTS * 2, **asked)
+
+
+def test_what_does_not_fit_is_refused(make):
+    processor = make()
+    for wrong in (LogitsProcessor(), stand.AfterThoughts(processor, STOP), None):
+        with pytest.raises(ValueError, match="AfterThoughts needs a grammar library's processor, got "):
+            stand.AfterThoughts(wrong, STOP)
+    for end in ([], [-1]):
+        with pytest.raises(ValueError, match="thoughts must end in one token or several, got "):
+            stand.AfterThoughts(processor, end)
+    for end in ("</think>", [1.5], True):
+        with pytest.raises(ValueError, match="end must"):
+            stand.AfterThoughts(processor, end)
+    later = stand.AfterThoughts(processor, STOP)
+    processor(torch.tensor([PROMPTS[0]]), torch.zeros(1, VOCABULARY_SIZE))
+    with pytest.raises(ValueError, match="must be new, got one of .*LogitsProcessor that has begun a text; make one"):
+        stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPTS, max_new_tokens=9, logits_processors=later)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GROWTH = ("growth", "candidates", "thresholds", "outcome", "draft_writer", "frontier")
+GROWTH = ("growth", "candidates", "masks", "thresholds", "outcome", "draft_writer", "frontier")
 GROWN = (  # the tests of production_drafts that draft with growth
     "test_growth_under_one_budget_is_adapted",
     "test_grown_chains_are_adapted",
@@ -48,14 +48,16 @@ TARGETS = (
     ),
     Target(
         "processors",
-        tuple(
-            f"stand/laws/{name}.py"
-            for name in ("processors", "node", "seen_tokens", "grammar_masks", "matchers", "allowed_tokens")
-        ),
+        tuple(f"stand/laws/{name}.py" for name in ("processors", "node", "seen_tokens", "allowed_tokens")),
         (
-            *_tests("engine", "processors", "sampling", "small_law", "grammars", "matchers", "allowed_tokens"),
+            *_tests("engine", "processors", "sampling", "small_law", "grammars", "allowed_tokens"),
             *_tests("gpu", "gpu_processors", "gpu_no_wait"),
         ),
+    ),
+    Target(
+        "grammars",
+        tuple(f"stand/laws/{name}.py" for name in ("grammar_masks", "matchers", "after_thoughts")),
+        _tests("engine", "grammars", "matchers", "drafts_of_grammars", "after_thoughts"),
     ),
     Target(
         "captured",
@@ -189,7 +191,7 @@ TARGETS = (
         tuple(f"trees/blended/growth/{name}.h" for name in GROWTH),
         (
             *(f"tests/verifiers/test_production_drafts.py::{test}" for test in GROWN),
-            *_tests("trees", "blended", "growth_twin", "outcome", "outside_laws"),
+            *_tests("trees", "blended", "growth_twin", "outcome", "outside_laws", "token_masks"),
         ),
     ),
 )

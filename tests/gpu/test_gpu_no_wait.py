@@ -378,9 +378,9 @@ def test_processors_wait_for_nothing(chain):
 
 
 @pytest.mark.parametrize("is_locked", [True, False])
-@pytest.mark.parametrize(("chain", "module"), [("penalty", seen_tokens), ("grammar", grammar_masks)])
+@pytest.mark.parametrize(("chain", "module"), [("penalty", seen_tokens), ("outlines grammar", grammar_masks)])
 def test_processors_upload_without_a_wait(monkeypatch, chain, module, is_locked):
-    """Control: from memory that is not page-locked."""
+    """Control: from memory that is not page-locked. A mask of xgrammar is written into a tensor, a fake one here."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # this torch may have no GPU to lock it for
     if not is_locked:
         monkeypatch.setattr(module, "uploaded", lambda array, device: torch.from_numpy(array).to(device))

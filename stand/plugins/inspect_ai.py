@@ -6,12 +6,14 @@ requests that arrive within a moment of each other, with equal settings, are dec
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cache
+from typing import TYPE_CHECKING
 
 from stand.extra import missing_package
 from stand.plugins.saving import Saver, check_can_be_written
@@ -37,6 +39,9 @@ try:
 except ModuleNotFoundError as error:
     raise missing_package(error, "inspect_ai", asker="stand.plugins.inspect_ai", install="inspect-ai") from error
 
+if TYPE_CHECKING:
+    from stand.plugins.json_answers import JsonAnswers
+
 GATHERING = 0.02  # seconds to wait for requests that begin together
 ROWS = 16
 SERVED = {  # inspect's names of settings: `Engine.generate`'s
@@ -60,8 +65,11 @@ Chat = list[dict[str, str]]
 class RequestBatches:
     """Decodes requests in one thread: those that wait together and have equal settings in one call of the engine."""
 
-    def __init__(self, engine: object, *, num_rows: int, seed: int | None = None):
-        self.engine, self.num_rows, self.seed = engine, num_rows, seed
+    def __init__(
+        self, engine: object, *, num_rows: int, seed: int | None = None, json_answers: JsonAnswers | None = None
+    ):
+        """json_answers: None for such without thoughts, made when a request first names a schema."""
+        self.engine, self.num_rows, self.seed, self._json_answers = engine, num_rows, seed, json_answers
         self.requests: queue.Queue[tuple[Chat, Mapping, Future] | None] = queue.Queue()
         self.num_calls = 0
         self._is_closed = False
@@ -125,7 +133,11 @@ class RequestBatches:
         prompts = [tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"] for chat in chats]
         seed = settings.get("seed", self.seed)
         seed = None if seed is None else seed + self.num_calls  # calls must not repeat each other
-        output = self.engine.generate(input_ids=prompts, **{**settings, "seed": seed})
+        settings = {**settings, "seed": seed}
+        if (schema := settings.pop("json_schema", None)) is not None:
+            self._json_answers = self._json_answers or _json_answers(self.engine, None)
+            settings["logits_processors"] = self._json_answers.processor(schema)
+        output = self.engine.generate(input_ids=prompts, **settings)
         self.num_calls += 1
         decoded = cache(lambda token: tokenizer.decode([token]))  # of all rows: mostly the same tokens
         worth = {
@@ -154,8 +166,9 @@ class StandAPI(ModelAPI):
     Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
     `lookup`, a file that the drafter starts from; `share`, a folder in which processes tell each other what they learn
     (`BlendedDrafter`); `save_lookup`, a file to write what it has learned to, every few minutes and when the provider
-    is closed or the process ends: inspect does not close what it was given by name. Settings that are left out are the
-    model's own, as `generation_config.json` has them. A seed, the provider's or a call's own, fixes the random numbers,
+    is closed or the process ends: inspect does not close what it was given by name; `thoughts_end`, the text that ends
+    thoughts ("</think>"), behind which answers by a `response_schema` begin. Settings that are left out are the model's
+    own, as `generation_config.json` has them. A seed, the provider's or a call's own, fixes the random numbers,
     but which requests share a batch depends on time, so a run does not repeat itself token for token.
 
     Log-probabilities are the model's own, before temperature and filters.
@@ -176,6 +189,7 @@ class StandAPI(ModelAPI):
         lookup: str | None = None,
         share: str | None = None,
         save_lookup: str | None = None,
+        thoughts_end: str | None = None,
     ):
         config = config or GenerateConfig()
         super().__init__(model_name, base_url=base_url, api_key=api_key, config=config)
@@ -198,11 +212,15 @@ class StandAPI(ModelAPI):
         tokenizer = AutoTokenizer.from_pretrained(model_name)
         if tokenizer.chat_template is None:
             raise ValueError(f"{model_name} must have a chat template, got none; inspect asks in chats")
-        self._begin(wrap(model, tokenizer, drafter=drafter), rows, save_lookup, config.seed)
+        engine = wrap(model, tokenizer, drafter=drafter)
+        self._begin(engine, rows, save_lookup, config.seed, thoughts_end=thoughts_end)
 
-    def _begin(self, engine: object, rows: int, save_lookup: str | None, seed: int | None) -> None:
+    def _begin(
+        self, engine: object, rows: int, save_lookup: str | None, seed: int | None, *, thoughts_end: str | None = None
+    ) -> None:
         self.engine, self.rows = engine, rows
-        self.batches = RequestBatches(engine, num_rows=rows, seed=seed)
+        json_answers = None if thoughts_end is None else _json_answers(engine, thoughts_end)
+        self.batches = RequestBatches(engine, num_rows=rows, seed=seed, json_answers=json_answers)
         self.saver = None if save_lookup is None else Saver(self, engine.lookup, save_lookup)
 
     async def generate(
@@ -232,6 +250,12 @@ class StandAPI(ModelAPI):
             self.saver.finish()
 
 
+def _json_answers(engine: object, thoughts_end: str | None) -> JsonAnswers:
+    from stand.plugins.json_answers import JsonAnswers  # here, because few runs need what it imports
+
+    return JsonAnswers(engine, thoughts_end=thoughts_end)
+
+
 def _message(message: ChatMessage) -> dict[str, str]:
     if message.role == "tool":
         raise ValueError("messages must be of system, user or assistant, got one of a tool; use another provider")
@@ -246,11 +270,13 @@ def _settings(config: GenerateConfig) -> dict:
         is_known = name in SERVED or name in NOT_THE_MODELS or (name in ("num_choices", "best_of") and value == 1)
         if name == "top_logprobs" and value and not config.logprobs:
             raise ValueError(f"top_logprobs needs logprobs=True, got {value!r} alone; give both")
-        is_known = is_known or name in ("logprobs", "top_logprobs")
+        is_known = is_known or name in ("logprobs", "top_logprobs", "response_schema")
         if value is not None and value is not False and not is_known:
             raise ValueError(f"{name} must be left out, got {value!r}; the provider `stand` does not serve it")
     given = {ours: getattr(config, theirs) for theirs, ours in SERVED.items()}
     given["logprobs"] = (config.top_logprobs or 0) if config.logprobs else None
+    if config.response_schema is not None:
+        given["json_schema"] = json.dumps(config.response_schema.json_schema.model_dump(exclude_none=True))
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import copy
 import importlib
+import json
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from grammar_cases import grammar_tokenizer
 from letter_tokenizer import LETTERS, letter_tokenizer
 from tiny_models import tiny_model
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
@@ -176,6 +179,7 @@ class Config:
     top_logprobs: int | None = None
     num_choices: int | None = None
     reasoning_effort: str | None = None
+    response_schema: object = None
     timeout: int | None = None
 
 
@@ -328,6 +332,67 @@ def test_inspect_gets_log_probabilities(provider, count):
         assert np.allclose([top["logprob"] for top in found], values[: len(found)], atol=1e-4)
     (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=9))
     assert answer.given["choices"][0].given["logprobs"] is None
+
+
+class Schema:
+    """As inspect's ResponseSchema, of a pattern."""
+
+    def __init__(self, pattern):
+        self.json_schema, self.pattern = self, pattern
+
+    def model_dump(self, *, exclude_none):
+        assert exclude_none
+        return {"type": "string", "pattern": self.pattern}
+
+
+def with_grammar(inspect_door, **settings):
+    """A provider whose tokenizer xgrammar can read."""
+    tokenizer = grammar_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    api = inspect_door.StandAPI.__new__(inspect_door.StandAPI)
+    api.model_name = "letters"
+    api._begin(stand.wrap(copy.deepcopy(tiny_model("qwen2")), tokenizer), 4, None, 3, **settings)
+    return api
+
+
+@pytest.mark.parametrize("thoughts_end", [None, "z"])
+def test_inspects_schemas_give_answers_their_form(inspect_door, monkeypatch, thoughts_end):
+    """JSON needs quotes, which the tiny tokenizer lacks: a schema's text is taken for a regular expression."""
+    from stand.plugins import json_answers
+
+    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
+        assert 0 < max_whitespace_cnt < 100
+        return compiler.compile_regex(json.loads(schema)["pattern"])
+
+    monkeypatch.setattr(json_answers.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    api = with_grammar(inspect_door, thoughts_end=thoughts_end)
+    try:
+        asked = {"max_tokens": 200, "temperature": 1.0, "seed": 5}
+        prompts = [letter * 3 for letter in "abcdefgh"]
+        answers = ask_all(api, prompts, Config(**asked, response_schema=Schema("(ab|c){3}")))
+        texts = [answer.given["choices"][0].given["message"].given["content"] for answer in answers]
+        if thoughts_end is not None:  # some end in their thoughts, by the end token
+            texts = [text.partition(thoughts_end)[2] for text in texts if thoughts_end in text]
+        assert len(texts) > 1 and all(re.fullmatch("(ab|c){3}", text) for text in texts)
+        (free,) = ask_all(api, ["abc"], Config(**asked))
+        assert len(free.given["choices"][0].given["message"].given["content"]) > 30
+    finally:
+        api.close()
+
+
+def test_inspects_thoughts_must_end_in_text_of_the_tokenizer(inspect_door):
+    with pytest.raises(
+        ValueError, match="thoughts_end must be text of the tokenizer, got '</think>', which it reads as"
+    ):
+        with_grammar(inspect_door, thoughts_end="</think>")
+
+
+def test_inspects_schemas_need_xgrammar(provider, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    monkeypatch.delitem(sys.modules, "stand.plugins.json_answers", raising=False)
+    (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=2, response_schema=Schema("a")))
+    assert isinstance(answer, ImportError) and "response_schema needs xgrammar" in str(answer)
+    assert "pip install xgrammar" in str(answer)
 
 
 def test_inspect_is_told_no_bytes_of_a_part_of_a_character(inspect_door):

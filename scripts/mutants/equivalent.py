@@ -475,6 +475,11 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     ("stand/laws/sampling.py", "if params.temperature != 1.0:", "1.0 -> 0.0"): "a temperature of 1 divides by 1",
     ("stand/laws/sampling.py", "if params.min_p > 0.0:", "Gt -> GtE"): "min_p 0 takes no token out",
     (
+        "stand/laws/matchers.py",
+        "matcher = self._line[-1].deep_copy() if self._copies else self._line[-1]",
+        "1 -> 0",
+    ): "without copies there is one matcher",
+    (
         "trees/draft.py",
         "if abs(law.sum(dtype=np.float64) - 1.0) > LAW_TOLERANCE:",
         "Gt -> GtE",

@@ -13,6 +13,7 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 
 import stand
+from stand.laws import grammar_masks
 from stand.laws.processors import ProcessorChain
 from stand.plugins.generate import stand_generate
 from stand.row import Row
@@ -135,7 +136,9 @@ def test_nothing_is_asked_of_a_grammar_while_rows_think(make, monkeypatch):
     chain, row = ProcessorChain([stand.AfterThoughts(make(), STOP)]), Row(0, np.array(PROMPTS[0], dtype=np.int32), 9)
     logits, batch = torch.zeros(1, VOCABULARY_SIZE), DraftBatch.pending([4])
     assert not chain.grammar.is_plannable([row])
-    assert torch.equal(chain(logits, batch, [row]), logits)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_masks, "_masked", lambda *given, **more: pytest.fail("masked"))
+        assert torch.equal(chain(logits, batch, [row]), logits)
     row.extend([STOP])
     assert chain.grammar.is_plannable([row])
     assert not chain(logits, batch, [row]).isfinite().all()

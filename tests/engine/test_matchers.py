@@ -23,6 +23,7 @@ LARK = {
     "stop": 'start: x "." \nx[stop="."]: /(.|\\n)*/\n',
     "max_tokens": 'start: x "." \nx[max_tokens=12]: /(.|\\n)*/\n',
     "an end token": "start: /[a-z]{1,3}/ <|end|>\n",
+    "one token first": 'start: "?" /[a-z]{1,3}/\n',
 }
 SCHEMA = """{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "array", "items":
     {"type": "integer"}}}, "b": {"enum": ["up", "down"]}}, "required": ["a", "b"]}"""
@@ -85,6 +86,35 @@ def test_back_from_any_text_a_matcher_is_as_one_that_was_never_there(name):
             settled += path
             matcher.go_back(len(path))
             matcher.follow(path)
+
+
+class Told:
+    """A matcher of llguidance with something to say, or nothing."""
+
+    def __init__(self, error=""):
+        self.error = error
+
+    def is_error(self):
+        return bool(self.error)
+
+    def get_error(self):
+        return self.error
+
+
+def test_what_llguidance_says_is_told_of_where_it_stands():
+    matcher = object.__new__(GuidanceMatcher)
+    matcher._line = [Told("an earlier one"), Told("too many items\nand more")]
+    assert matcher._error() == " (too many items)"
+    matcher._line.append(Told())
+    assert matcher._error() == ""
+
+
+@pytest.mark.skipif(not (ROOT / "scripts" / "reasoner").is_dir(), reason="needs the source tree")
+@pytest.mark.parametrize("name", [f"llguidance, {name}" for name in LARK])
+def test_where_llguidance_does_not_go_back_all_tokens_are_taken_anew(name):
+    size, made = of_the_bundled_model()
+    matcher = matchers.matcher_for(made[name](), 0, size)
+    assert matcher.goes_back_quickly == (name not in ("llguidance, stop", "llguidance, max_tokens"))
 
 
 @pytest.mark.skipif(not (ROOT / "scripts" / "reasoner").is_dir(), reason="needs the source tree")

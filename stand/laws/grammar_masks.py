@@ -89,8 +89,7 @@ class GrammarMasks:
             self._num_tokens = scores.shape[1]
             self._of_row.clear()
         words, allows_beyond = self._words(nodes)
-        is_free = bool((words == -1).all())
-        return scores if is_free else _masked(scores, words, allows_beyond=allows_beyond)
+        return _masked(scores, words, allows_beyond=allows_beyond)
 
     def expect(self, num_tokens: int) -> None:
         """So many scores, before any are seen."""
@@ -144,13 +143,17 @@ def allows(words: np.ndarray, token: int) -> bool:
 
 
 def _masked(scores: torch.Tensor, words: np.ndarray, *, allows_beyond: bool) -> torch.Tensor:
-    """[n, V] scores, and -inf where `words` [n, W] have no bit; beyond them -inf, or where that is allowed nothing."""
-    num_told, octets = min(scores.shape[1], 32 * words.shape[1]), words.view(np.uint8)
-    masked = scores.clone()
-    masked[:, :num_told].masked_fill_(_bits(octets, scores.device)[:, :num_told] == 0, -math.inf)
-    if not allows_beyond:
-        masked[:, num_told:] = -math.inf
-    return masked
+    """[n, V] scores, and -inf where `words` [n, W] have no bit. Beyond them scores stay where that is allowed, and
+    where a mask has all bits; else they are -inf."""
+    is_open = (words == -1).all(axis=1)
+    if is_open.all():
+        return scores
+    num_beyond = -(-scores.shape[1] // 32) - words.shape[1]
+    if num_beyond > 0:
+        beyond = np.where(is_open | allows_beyond, -1, 0).astype(np.int32)
+        words = np.concatenate([words, np.repeat(beyond[:, None], num_beyond, axis=1)], axis=1)
+    bits = _bits(words.view(np.uint8), scores.device)[:, : scores.shape[1]]
+    return scores.masked_fill(bits == 0, -math.inf)
 
 
 def _bits(octets: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -137,7 +137,7 @@ def test_nothing_is_asked_of_a_grammar_while_rows_think(make, monkeypatch):
     logits, batch = torch.zeros(1, VOCABULARY_SIZE), DraftBatch.pending([4])
     assert not chain.grammar.is_plannable([row])
     with monkeypatch.context() as patched:
-        patched.setattr(grammar_masks, "_masked", lambda *given, **more: pytest.fail("masked"))
+        patched.setattr(grammar_masks, "_bits", lambda *given, **more: pytest.fail("masked"))
         assert torch.equal(chain(logits, batch, [row]), logits)
     row.extend([STOP])
     assert chain.grammar.is_plannable([row])

@@ -230,8 +230,10 @@ def test_masks_are_applied_bit_by_bit(width, allows_beyond):
     generator = np.random.default_rng(0)
     words = generator.integers(-(2**31), 2**31, (3, width)).astype(np.int32)
     scores = torch.from_numpy(generator.normal(0, 1, (3, 61))).float()
+    words[2] = -1  # all bits: what is beyond stays, too
     masked = grammar_masks._masked(scores, words, allows_beyond=allows_beyond)
-    for line in range(3):
+    assert torch.equal(masked[2], scores[2])
+    for line in range(2):
         for token in range(61):
             is_told = token < 32 * width
             is_allowed = grammar_masks.allows(words[line], token) if is_told else allows_beyond

@@ -144,7 +144,8 @@ class Contact:
         return f"within {worst:.1g} of eager ones, {len(kinds)} kinds"
 
     def grammar(self) -> str:
-        """Steps in two graphs; masks of bits go up while the first one runs."""
+        """Steps in two graphs. Drafts are planned by masks; those that no plan had are made while the first graph
+        runs."""
         from workloads.near_tokens import NearTokens
 
         with NearTokens().known():

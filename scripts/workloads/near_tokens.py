@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from stand.laws.matchers import KNOWN, Matcher
+from stand.laws.matchers import KNOWN, LibraryMatcher
 from stand.own_copy import full_name
 
 
@@ -28,7 +28,7 @@ class NearTokens(LogitsProcessor):
             yield
 
 
-class _NearMatcher(Matcher):
+class _NearMatcher(LibraryMatcher):
     def __init__(self, num_tokens: int):
         super().__init__(num_tokens)
         self._num_tokens, self._tokens = num_tokens, [0]
@@ -38,7 +38,7 @@ class _NearMatcher(Matcher):
         allowed[(self._tokens[-1] + np.arange(1, 64)) % self._num_tokens] = 1
         words.view(np.uint8)[:] = np.packbits(allowed, bitorder="little")
 
-    def has_ended(self, token: int) -> bool:
+    def takes_any(self, token: int) -> bool:
         return False
 
     def _take(self, token: int) -> bool:

@@ -80,20 +80,18 @@ class GrammarMasks:
     being computed. Below a token that the grammar forbids scores stay, and no row may come there."""
 
     by_request: dict[int, LogitsProcessor]
-    _num_tokens: int = 0  # scores of the model
+    _num_tokens: int = 0
     _of_row: dict[int, _Walk] = field(default_factory=dict)
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children or with them."""
-        if scores.shape[1] != self._num_tokens:  # a model may have more scores than tokens, which was to be seen
-            self._num_tokens = scores.shape[1]
-            self._of_row.clear()
+        self.expect(scores.shape[1])
         words, allows_beyond = self._words(nodes)
         return _masked(scores, words, allows_beyond=allows_beyond)
 
     def expect(self, num_tokens: int) -> None:
-        """So many scores, before any are seen."""
-        self._num_tokens = self._num_tokens or num_tokens
+        """The model has so many tokens, and scores at every node."""
+        self._num_tokens = num_tokens
 
     def is_plannable(self, rows: Sequence[Row]) -> bool:
         """Whether masks at planned nodes are worth their time: some row has no free choice now, and all their matchers
@@ -104,7 +102,7 @@ class GrammarMasks:
     def planned(self, plan: DraftBatch, rows: Sequence[Row]) -> TokenMasks:
         """Masks at the nodes of drafts that are only planned."""
         words, allows_beyond = self._words(nodes_of(plan, rows))
-        return TokenMasks(plan, words, allows_beyond=allows_beyond)
+        return TokenMasks(plan, _within(words, self._num_tokens), allows_beyond=allows_beyond)
 
     def _words(self, nodes: Sequence[Node]) -> tuple[np.ndarray, bool]:
         """The masks of nodes, [n, W] int32, and whether tokens beyond them are allowed."""
@@ -148,12 +146,25 @@ def _masked(scores: torch.Tensor, words: np.ndarray, *, allows_beyond: bool) -> 
     is_open = (words == -1).all(axis=1)
     if is_open.all():
         return scores
+    if is_open.any() and scores.device.type == "cpu":  # a GPU masks all lines before it could learn which ones
+        lines = torch.from_numpy(np.flatnonzero(~is_open))
+        return scores.index_copy(0, lines, _masked(scores[lines], words[~is_open], allows_beyond=allows_beyond))
     num_beyond = -(-scores.shape[1] // 32) - words.shape[1]
     if num_beyond > 0:
         beyond = np.where(is_open | allows_beyond, -1, 0).astype(np.int32)
         words = np.concatenate([words, np.repeat(beyond[:, None], num_beyond, axis=1)], axis=1)
     bits = _bits(words.view(np.uint8), scores.device)[:, : scores.shape[1]]
-    return scores.masked_fill(bits == 0, -math.inf)
+    return torch.where(bits.view(torch.bool), scores, -math.inf)
+
+
+def _within(words: np.ndarray, num_tokens: int) -> np.ndarray:
+    """[n, W] masks without bits of tokens that the model does not have: a tokenizer may have more."""
+    if 32 * words.shape[1] <= num_tokens:
+        return words
+    words = words[:, : -(-num_tokens // 32)].copy()
+    if num_tokens % 32:
+        words[:, -1] &= (1 << num_tokens % 32) - 1
+    return words
 
 
 def _bits(octets: np.ndarray, device: torch.device) -> torch.Tensor:

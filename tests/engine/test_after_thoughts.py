@@ -56,6 +56,7 @@ def test_scores_at_every_node_are_the_models_and_then_the_grammars(make, end):
     generator = np.random.default_rng(len(end))
     chain, found = ProcessorChain([stand.AfterThoughts(make(), end)], end_ids=[END]), Counter()
     row = Row(0, np.array(PROMPTS[0], dtype=np.int32), 60)
+    chain.grammar.expect(VOCABULARY_SIZE)
     for step in range(40):
         parents, text = [-1, 0, 1, 2, 3, 1, 5, 0, 7], row.new_token_ids.tolist()
         tokens, paths = [int(row.history[-1])], [text]
@@ -135,6 +136,7 @@ def test_continuations_have_the_law_of_plain_decoding(name):
 def test_nothing_is_asked_of_a_grammar_while_rows_think(make, monkeypatch):
     chain, row = ProcessorChain([stand.AfterThoughts(make(), STOP)]), Row(0, np.array(PROMPTS[0], dtype=np.int32), 9)
     logits, batch = torch.zeros(1, VOCABULARY_SIZE), DraftBatch.pending([4])
+    chain.grammar.expect(VOCABULARY_SIZE)
     assert not chain.grammar.is_plannable([row])
     with monkeypatch.context() as patched:
         patched.setattr(grammar_masks, "_bits", lambda *given, **more: pytest.fail("masked"))

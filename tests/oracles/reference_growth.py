@@ -277,6 +277,8 @@ def _restricted(law: dict[int, np.float32], allowed: frozenset[int]) -> dict[int
     known = {token: probability for token, probability in law.items() if token in allowed}
     if len(known) < len(allowed) <= FEW:
         known |= dict.fromkeys(sorted(allowed - set(known)), unknown / F(len(allowed) - len(known)))
+    elif len(allowed) <= FEW:  # nothing else may follow
+        unknown = F(0)
     return {token: probability / (kept + unknown) for token, probability in known.items()}
 
 

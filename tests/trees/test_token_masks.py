@@ -95,6 +95,30 @@ def test_few_tokens_that_nothing_speaks_for_share_what_is_left(lookup):
     assert many.keys() == {best}
 
 
+def test_few_tokens_that_are_all_known_share_everything(lookup):
+    """One of them, though seldom seen, is sure."""
+    law = shares_of(lookup)
+    rare, best = min(law, key=law.__getitem__), max(law, key=law.__getitem__)
+    assert law[rare] < 0.05
+    assert shares_of(lookup, [rare]) == {rare: 1.0}
+    found = shares_of(lookup, [rare, best])
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert found[rare] / found[best] == pytest.approx(law[rare] / law[best], rel=1e-3)
+
+
+def test_tokens_beyond_a_mask_are_none_of_the_few():
+    """Three tokens may follow that nothing speaks for, and those beyond the mask as before."""
+    lookup = BlendedLookup()
+    lookup.learn([], np.array([40, 41] * 200, np.int32))
+    history = [np.array([41, 40], np.int32)]
+    plan = draft(lookup, history, 0)
+    masks = TokenMasks(plan, np.full((1, 1), 7, np.uint32), allows_beyond=True)
+    batch = draft(lookup, history, 60, max_depths=[1], masks=masks)
+    found = dict(zip(batch.token_ids[1:].tolist(), batch.path_estimates[1:].tolist(), strict=True))
+    assert found.keys() >= {0, 1, 2, 41} and found[41] > 0.9
+    assert sum(found.values()) == pytest.approx(1.0, abs=0.01)
+
+
 @pytest.mark.parametrize("allows_beyond", [False, True])
 def test_tokens_beyond_a_mask(lookup, allows_beyond):
     text = TEXT + 20  # up to 49
@@ -120,12 +144,13 @@ def test_words_are_read_where_they_lie(lookup):
     [
         np.zeros((2, 1), np.int32), np.zeros((3, 1), np.int64), np.zeros(3, np.int32), np.zeros((3, 0), np.int32),
         np.zeros((3, 4), np.int32)[:, ::2], [[0], [0], [0]],
+        np.frombuffer(bytes(13), np.int32, count=3, offset=1).reshape(3, 1),
     ],
 )  # fmt: skip
 def test_other_words_are_refused(words):
     plan = DraftBatch.pending([4, 5, 6])
     with pytest.raises(
-        ValueError, match=r"words must be .* of int32 or uint32 \[3, W\], got .*; give each planned node"
+        ValueError, match=r"words must be .* array of int32 or uint32 \[3, W\], got .*; give each planned node"
     ):
         TokenMasks(plan, words)
 

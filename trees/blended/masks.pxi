@@ -45,12 +45,13 @@ cdef class TokenMasks:
 cdef object _checked_words(words, Py_ssize_t num_nodes):
     if not (
         isinstance(words, np.ndarray) and words.dtype in (np.int32, np.uint32) and words.ndim == 2
-        and words.flags.c_contiguous and words.shape[0] == num_nodes and 0 < words.shape[1] < 2**26
+        and words.flags.c_contiguous and words.flags.aligned
+        and words.shape[0] == num_nodes and 0 < words.shape[1] < 2**26
     ):
         got = f"{words.dtype} {words.shape}" if isinstance(words, np.ndarray) else type(words).__name__
         raise ValueError(
-            f"words must be a C-contiguous array of int32 or uint32 [{num_nodes}, W], got {got}; give each planned "
-            "node a mask"
+            f"words must be a C-contiguous, aligned array of int32 or uint32 [{num_nodes}, W], got {got}; give each "
+            "planned node a mask"
         )
     return words
 

@@ -97,23 +97,27 @@ class Blender {
     }
 
     // Leaves out tokens that the mask forbids; the others share what those had. Where few tokens may follow, those that
-    // no evidence speaks for share what is left for them.
+    // no evidence speaks for share what it leaves.
     void restrict(const TokenMask& mask) {
         float kept = 0.0f, lost = 0.0f;
-        int32_t count = 0;
+        int32_t count = 0, num_told = 0;
         for (int32_t i = 0; i < size; ++i) {
             if (!mask.allows(tokens[i])) {
                 lost += probabilities[i];
                 continue;
             }
             kept += probabilities[i];
+            num_told += mask.tells_of(tokens[i]);
             tokens[count] = tokens[i];
             probabilities[count++] = probabilities[i];
         }
         size = count;
-        const float unknown = std::max(1.0f - kept - lost, LEAST_UNKNOWN);
-        const int32_t num_allowed = mask.count(FEW);
-        if (num_allowed <= FEW && num_allowed > size) add_unknown(mask, unknown / (num_allowed - size));
+        float unknown = std::max(1.0f - kept - lost, LEAST_UNKNOWN);
+        const int32_t num_allowed = mask.count(FEW + 1);
+        if (num_allowed <= FEW && num_allowed > num_told)
+            add_unknown(mask, unknown / (num_allowed - num_told));
+        else if (num_allowed <= FEW && num_told == count)
+            unknown = 0.0f;  // nothing else may follow
         for (int32_t i = 0; i < size; ++i) probabilities[i] /= kept + unknown;
     }
 

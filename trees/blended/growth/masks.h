@@ -16,15 +16,16 @@ struct TokenMask {
     int32_t size;        // in words
     bool allows_beyond;  // whether tokens may follow that it has no bits for
 
+    bool tells_of(uint32_t token) const { return token / 32 < static_cast<uint32_t>(size); }
+
     bool allows(uint32_t token) const {
-        const uint32_t word = token / 32;
-        return word < static_cast<uint32_t>(size) ? words[word] >> token % 32 & 1 : allows_beyond;
+        return tells_of(token) ? words[token / 32] >> token % 32 & 1 : allows_beyond;
     }
 
-    // The number of bits, or more than `most`.
-    int32_t count(int32_t most) const {
+    // The number of bits, or as many as `enough` at least.
+    int32_t count(int32_t enough) const {
         int32_t found = 0;
-        for (int32_t word = 0; word < size && found <= most; ++word) found += __builtin_popcount(words[word]);
+        for (int32_t word = 0; word < size && found < enough; ++word) found += __builtin_popcount(words[word]);
         return found;
     }
 

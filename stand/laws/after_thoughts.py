@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import LogitsProcessor
@@ -19,7 +19,7 @@ class AfterThoughts(LogitsProcessor):
     that is cut off in its thoughts has no answer of the grammar, so leave enough tokens.
     """
 
-    def __init__(self, processor: LogitsProcessor, end: int | Iterable[int]):
+    def __init__(self, processor: LogitsProcessor, end: int | Sequence[int]):
         """processor: one of docs/grammars.md. end: the token that ends thoughts, or several that do so one after the
         other: `tokenizer.encode("</think>", add_special_tokens=False)`.
 
@@ -30,7 +30,7 @@ class AfterThoughts(LogitsProcessor):
                 f"AfterThoughts needs a grammar library's processor, got {type(processor).__name__}; docs/grammars.md "
                 "has a list"
             )
-        tokens = vector([end] if isinstance(end, int) else list(end), "end").tolist()
+        tokens = vector([end] if isinstance(end, (int, np.integer)) else end, "end").tolist()
         if not tokens or min(tokens) < 0:
             raise ValueError(
                 f"thoughts must end in one token or several, got {tokens}; write tokenizer.encode('</think>', "
@@ -41,12 +41,17 @@ class AfterThoughts(LogitsProcessor):
 
     def __call__(self, input_ids: object, scores: object) -> object:
         raise NotImplementedError(
-            "AfterThoughts must be given to an engine of stand, got a call of its own; call engine.generate, or "
-            "model.generate with custom_generate=stand_generate"
+            "AfterThoughts itself, no class that derives from it, must be given to an engine of stand, got a call; use "
+            "engine.generate, or model.generate with custom_generate=stand_generate"
         )
 
     def new_matcher(self, row: int, num_tokens: int) -> Matcher:
-        """As `matcher_for`."""
+        """As `matcher_for`. Raises ValueError where thoughts end in a token that the model does not have."""
+        if max(self.end) >= num_tokens:
+            raise ValueError(
+                f"thoughts must end in tokens of the model, in [0, {num_tokens}), got {list(self.end)}; take them from "
+                "the model's own tokenizer"
+            )
         return ThinkingMatcher(matcher_for(self.processor, row, num_tokens), self.end)
 
 
@@ -72,6 +77,7 @@ class ThinkingMatcher(Matcher):
         if self.is_free:
             self._thoughts.append(token)
         else:
+            self._answer.num_before = len(self._thoughts)
             self._answer.take(token)
 
     def go_back(self, count: int) -> None:
@@ -85,6 +91,7 @@ class ThinkingMatcher(Matcher):
         while count < len(tokens) and self.is_free:
             self._thoughts.append(tokens[count])
             count += 1
+        self._answer.num_before = len(self._thoughts)
         self._answer.follow(tokens[count:])
 
     def write_mask(self, words: np.ndarray) -> None:

@@ -34,6 +34,7 @@ class Matcher(ABC):
     """Of one row."""
 
     num_words: int  # of a mask
+    num_before = 0  # tokens of the row before its own
     allows_beyond = False  # whether tokens may be drawn whose numbers are beyond those of the mask
     goes_back_quickly = True  # in microseconds
     is_free = False  # whether any token may come now, and any behind it for a while
@@ -80,7 +81,7 @@ class LibraryMatcher(Matcher):
     def take(self, token: int) -> None:
         moves = not self.takes_any(token)
         if moves and not self._take(token):
-            raise RuntimeError(forbidden(token, self.num_taken) + self._error())
+            raise RuntimeError(forbidden(token, self.num_before + self.num_taken) + self._error())
         self._has_moved.append(moves)
 
     def go_back(self, count: int) -> None:

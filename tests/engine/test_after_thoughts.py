@@ -8,7 +8,7 @@ import pytest
 import torch
 from grammar_cases import END, PROCESSORS, REGEX, XGrammarProcessor, compiled, scores_along, text_of
 from node_cases import draft_of
-from small_law import continuation_law, p_of_continuations
+from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 
@@ -133,6 +133,33 @@ def test_continuations_have_the_law_of_plain_decoding(name):
     assert p_of_continuations(counts, law_of(True)) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["outlines llguidance", "outlines_core"])
+def test_thoughts_have_their_law_beside_answers(name):
+    """A model with more tokens than the grammar's tokenizer may think those, too, whoever answers meanwhile."""
+    asked = {**SAMPLED, "max_new_tokens": 60, "sequence_bias": [[[STOP], 2.0]]}
+    asked["logits_processors"] = stand.AfterThoughts(PROCESSORS[name](), STOP)
+
+    def tokens(**settings):
+        engine = stand.wrap(small_model(128), verifier="match", drafter=stand.BlendedDrafter(budget=24))
+        return engine.generate(**asked, **settings).token_ids
+
+    alone = tokens(draft=False, max_rows=1)
+    assert any(max(thoughts_and_answer(row)[0], default=0) >= VOCABULARY_SIZE for row in alone)
+    assert tokens(draft=False) == tokens() == tokens(max_rows=1) == alone
+
+
+def test_an_error_counts_all_tokens_of_a_row():
+    class Insists(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores = scores.clone()
+            scores[:, STOP] = 90.0
+            return scores
+
+    processors = [stand.AfterThoughts(PROCESSORS["xgrammar"](), [STOP, STOP]), Insists()]
+    with pytest.raises(RuntimeError, match="must allow each token of its row, got token 30 after 2 others"):
+        stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPTS, max_new_tokens=20, logits_processors=processors)
+
+
 def test_nothing_is_asked_of_a_grammar_while_rows_think(make, monkeypatch):
     chain, row = ProcessorChain([stand.AfterThoughts(make(), STOP)]), Row(0, np.array(PROMPTS[0], dtype=np.int32), 9)
     logits, batch = torch.zeros(1, VOCABULARY_SIZE), DraftBatch.pending([4])
@@ -153,7 +180,7 @@ def test_by_custom_generate(make):
     tokens = model.generate(prompt, logits_processor=[processor], **asked, custom_generate=stand_generate)
     thoughts, answer = thoughts_and_answer(tokens[0, 2:].tolist())
     assert not thoughts and re.fullmatch(REGEX, text_of(answer))
-    with pytest.raises(NotImplementedError, match="must be given to an engine of stand, got a call of its own"):
+    with pytest.raises(NotImplementedError, match="AfterThoughts itself, .* must be given to an engine of stand"):
         model.generate(prompt, logits_processor=[processor], **asked)
 
 
@@ -176,9 +203,14 @@ def test_what_does_not_fit_is_refused(make):
     for end in ([], [-1]):
         with pytest.raises(ValueError, match="thoughts must end in one token or several, got "):
             stand.AfterThoughts(processor, end)
-    for end in ("</think>", [1.5], True):
+    for end in ("</think>", [1.5], True, None, 5.0, {5, 6}, b"ab"):
         with pytest.raises(ValueError, match="end must"):
             stand.AfterThoughts(processor, end)
+    for end in (np.int64(5), np.array([5]), torch.tensor([5]), (5,)):
+        assert stand.AfterThoughts(processor, end).end == (5,)
+    beyond = stand.AfterThoughts(processor, VOCABULARY_SIZE)
+    with pytest.raises(ValueError, match=r"must end in tokens of the model, in \[0, 61\), got \[61\]"):
+        stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPTS, max_new_tokens=9, logits_processors=beyond)
     later = stand.AfterThoughts(processor, STOP)
     processor(torch.tensor([PROMPTS[0]]), torch.zeros(1, VOCABULARY_SIZE))
     with pytest.raises(ValueError, match="must be new, got one of .*LogitsProcessor that has begun a text; make one"):

@@ -479,6 +479,17 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "matcher = self._line[-1].deep_copy() if self._copies else self._line[-1]",
         "1 -> 0",
     ): "without copies there is one matcher",
+    ("stand/laws/matchers.py", "self._last = 0  # token taken", "0 -> 1"): "no grammar ends before its first token",
+    (
+        "stand/laws/grammar_masks.py",
+        "same = len(commonprefix([current, path[:-1]]))",
+        "1 -> 0",
+    ): "it goes back further than it must, and takes the same tokens again",
+    (
+        "stand/laws/grammar_masks.py",
+        "same = len(commonprefix([current, path[:-1]]))",
+        "drop USub",
+    ): "it goes back further than it must, and takes the same tokens again",
     (
         "trees/draft.py",
         "if abs(law.sum(dtype=np.float64) - 1.0) > LAW_TOLERANCE:",

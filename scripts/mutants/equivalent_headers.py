@@ -39,6 +39,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("candidates.h", _WINNER, "1 -> 0"): "the first entry is compared with itself",
     ("candidates.h", _WINNER, "< -> <= #2"): _EQUAL,
     ("candidates.h", _ARRIVAL, "> -> >="): "divided by a weight of 0 an arrival is infinite, as NEVER is",
+    ("masks.h", "nodes_.push_back(Node{0, NOWHERE, NOWHERE});", "0 -> 1"): "a root is not found by a token",
     ("frontier.h", "num_places_ = 0;", "0 -> 1"): "one place stays unused",
     ("frontier.h", "size_t num_places_ = 0;", "0 -> 1"): "`clear` sets it",
     ("frontier.h", "return mine != its ? mine < its : token > other.token;", "> -> >="): "no two items are alike",

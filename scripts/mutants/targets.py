@@ -57,7 +57,7 @@ TARGETS = (
     Target(
         "grammars",
         tuple(f"stand/laws/{name}.py" for name in ("grammar_masks", "matchers", "after_thoughts")),
-        _tests("engine", "grammars", "matchers", "drafts_of_grammars", "after_thoughts"),
+        _tests("engine", "grammar_walks", "matchers", "after_thoughts", "drafts_of_grammars", "grammars"),
     ),
     Target(
         "captured",

@@ -208,6 +208,7 @@ def test_what_does_not_fit_is_refused(make):
             stand.AfterThoughts(processor, end)
     for end in (np.int64(5), np.array([5]), torch.tensor([5]), (5,)):
         assert stand.AfterThoughts(processor, end).end == (5,)
+    assert stand.AfterThoughts(processor, 0).end == (0,)
     beyond = stand.AfterThoughts(processor, VOCABULARY_SIZE)
     with pytest.raises(ValueError, match=r"must end in tokens of the model, in \[0, 61\), got \[61\]"):
         stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPTS, max_new_tokens=9, logits_processors=beyond)

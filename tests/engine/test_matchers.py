@@ -105,6 +105,8 @@ def test_what_llguidance_says_is_told_of_where_it_stands():
     matcher = object.__new__(GuidanceMatcher)
     matcher._line = [Told("an earlier one"), Told("too many items\nand more")]
     assert matcher._error() == " (too many items)"
+    with pytest.raises(ValueError, match=r"one that llguidance can follow, got \(too many items\); mend"):
+        matcher._check()
     matcher._line.append(Told())
     assert matcher._error() == ""
 
@@ -115,6 +117,24 @@ def test_where_llguidance_does_not_go_back_all_tokens_are_taken_anew(name):
     size, made = of_the_bundled_model()
     matcher = matchers.matcher_for(made[name](), 0, size)
     assert matcher.goes_back_quickly == (name not in ("llguidance, stop", "llguidance, max_tokens"))
+
+
+@pytest.mark.skipif(not (ROOT / "scripts" / "reasoner").is_dir(), reason="needs the source tree")
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_token_that_is_not_taken_changes_nothing(name):
+    size, made = of_the_bundled_model()
+    matcher, count = matchers.matcher_for(made[name](), 0, size), 0
+    for _ in range(4):
+        bits = np.unpackbits(mask_of(matcher).view(np.uint8), bitorder="little")[:size]
+        forbidden = [token for token in np.flatnonzero(bits == 0).tolist() if not matcher.takes_any(token)]
+        if forbidden:
+            with pytest.raises(RuntimeError, match="a grammar must allow each token of its row"):
+                matcher.take(forbidden[0])
+            count += 1
+        assert np.array_equal(np.unpackbits(mask_of(matcher).view(np.uint8), bitorder="little")[:size], bits)
+        allowed = np.flatnonzero(bits)
+        matcher.take(int(allowed[len(allowed) // 2]))
+    assert count > 0
 
 
 @pytest.mark.skipif(not (ROOT / "scripts" / "reasoner").is_dir(), reason="needs the source tree")

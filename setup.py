@@ -60,7 +60,6 @@ COMPACT = {
     "stand.gpu.packets.packing",
     "stand.step_compiled",
     "stand.trees.compiled",
-    "stand.trees.noise",
     "stand.verifiers.verdict_compiled",
 }
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.

@@ -103,22 +103,35 @@ def _renamed(body: str, suffix: str) -> str:
     return re.sub(rf"\b({'|'.join(names)})\b(?!=)", rf"\1{suffix}", body) + "\n\n"
 
 
+def _including(root: Path, part: Path) -> Path:
+    """The module that a part is included into, which lies in its folder or in one above."""
+    for folder in part.relative_to(root).parents:
+        name = part.relative_to(root / folder).as_posix()
+        for module in sorted((root / folder).glob("*.pyx")):
+            if f'include "{name}"' in module.read_text(encoding="utf-8"):
+                return module
+    raise ValueError(f"a .pxi must be included by a module in its folder or above, got {part}; see setup.py")
+
+
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """The compiled `source` in place of `path`, below `folder`, by the project's own setup.py; None if it is refused.
 
-    root: the project; path: verifiers/verdict_compiled.pyx in it. Only this one module is built.
+    root: the project; path: verifiers/verdict_compiled.pyx in it, or trees/noise.pxi, a part of a module. Only this one
+    module is built.
     """
+    module = path if path.suffix == ".pyx" else _including(root, path)
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, folder / name)
     for package in ("stand", "trees", "verifiers"):  # setup.py writes the code that all modules share into `stand`
         shutil.copytree(root / package, folder / package, ignore=_all_but_headers)
-    copy = folder / path.relative_to(root)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_text(source, encoding="utf-8")
+    for file, text in ((module, module.read_text(encoding="utf-8")), (path, source)):
+        copy = folder / file.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text, encoding="utf-8")
     built = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built", "--build-temp", "temporary"],
         cwd=folder,
         capture_output=True,
     )
-    found = sorted((folder / "built").rglob(f"{path.stem}*.so")) if built.returncode == 0 else []
+    found = sorted((folder / "built").rglob(f"{module.stem}*.so")) if built.returncode == 0 else []
     return found[0] if found else None

@@ -29,7 +29,11 @@ MAX_MEMORY = 64 << 30  # bytes of data, for a mutant that grows without end; a t
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's: a test failed, or a test module could not even be imported
 BROKEN_RUN = (3, 4, 5)  # pytest's: an error of its own, wrong arguments, no tests
 REFUSED = "does not compile"
-COMPILERS = {".pyx": cython_mutants.compile_module, ".h": cpp_mutants.compile_module}
+COMPILERS = {
+    ".pyx": cython_mutants.compile_module,
+    ".pxi": cython_mutants.compile_module,
+    ".h": cpp_mutants.compile_module,
+}
 
 
 @dataclass

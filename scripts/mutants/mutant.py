@@ -13,7 +13,12 @@ import mutants.python_mutants as python_mutants
 from mutants.equivalent import EQUIVALENT
 from mutants.targets import ROOT
 
-CHANGES = {".py": python_mutants.changes, ".pyx": cython_mutants.changes, ".h": cpp_mutants.changes}
+CHANGES = {
+    ".py": python_mutants.changes,
+    ".pyx": cython_mutants.changes,
+    ".pxi": cython_mutants.changes,
+    ".h": cpp_mutants.changes,
+}
 KEY = ("file", "text", "what", "nth")
 
 

@@ -14,7 +14,7 @@ GROWN = (  # the tests of production_drafts that draft with growth
     "test_settings_matter",
     "test_grown_drafts_come_as_often_as_their_laws_say",
 )
-SUFFIXES = (".py", ".pyx", ".h")
+SUFFIXES = (".py", ".pyx", ".pxi", ".h")
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ TARGETS = (
     ),
     Target(
         "drafts",
-        ("trees/noise.py*", "trees/draft.py", "trees/parents.py"),
+        ("trees/noise.pxi", "trees/draft.py", "trees/parents.py"),
         (*_tests("trees", "draft", "noise", "draft_kinds"), *_tests("verifiers", "verifiers_step")),
     ),
     Target(

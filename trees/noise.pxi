@@ -1,8 +1,4 @@
-"""Random numbers without a state: a uniform is a function of its key (seed, stream, row, step, node, slot).
-
-Streams are independent of each other, so that drafting, accepting and resampling never share a number (a ratio rule
-that shares them is lossy). The context is never part of a key. The generator is described in noise.h.
-"""
+"""Uniforms by their keys; see `stand.trees.noise`."""
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 

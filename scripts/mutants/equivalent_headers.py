@@ -40,6 +40,11 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("candidates.h", _WINNER, "< -> <= #2"): _EQUAL,
     ("candidates.h", _ARRIVAL, "> -> >="): "divided by a weight of 0 an arrival is infinite, as NEVER is",
     ("masks.h", "nodes_.push_back(Node{0, NOWHERE, NOWHERE});", "0 -> 1"): "a root is not found by a token",
+    (
+        "masks.h",
+        "for (int32_t word = 0; word < size && found < enough; ++word) found += __builtin_popcount(words[word]);",
+        "< -> <= #2",
+    ): "it goes on counting where it need not",
     ("frontier.h", "num_places_ = 0;", "0 -> 1"): "one place stays unused",
     ("frontier.h", "size_t num_places_ = 0;", "0 -> 1"): "`clear` sets it",
     ("frontier.h", "return mine != its ? mine < its : token > other.token;", "> -> >="): "no two items are alike",

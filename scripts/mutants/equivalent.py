@@ -479,6 +479,18 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "matcher = self._line[-1].deep_copy() if self._copies else self._line[-1]",
         "1 -> 0",
     ): "without copies there is one matcher",
+    ("stand/laws/grammar_masks.py", "if 32 * words.shape[1] <= num_tokens:", "LtE -> Lt"): "a copy of the same masks",
+    (
+        "stand/laws/grammar_masks.py",
+        "num_beyond = -(-scores.shape[1] // 32) - words.shape[1]",
+        "Sub -> Add",
+    ): "words that are too many are cut",
+    ("stand/laws/grammar_masks.py", "if num_beyond > 0:", "Gt -> GtE"): "none are added",
+    (
+        "stand/laws/grammar_masks.py",
+        'if is_open.any() and scores.device.type == "cpu":  # a GPU masks all lines before it could learn which ones',
+        "Eq -> NotEq",
+    ): "all lines are masked, open ones by masks of all bits",
     ("stand/laws/matchers.py", "self._last = 0  # token taken", "0 -> 1"): "no grammar ends before its first token",
     (
         "stand/laws/grammar_masks.py",

@@ -105,6 +105,7 @@ def test_what_llguidance_says_is_told_of_where_it_stands():
     matcher = object.__new__(GuidanceMatcher)
     matcher._line = [Told("an earlier one"), Told("too many items\nand more")]
     assert matcher._error() == " (too many items)"
+    matcher._line[0] = Told()
     with pytest.raises(ValueError, match=r"one that llguidance can follow, got \(too many items\); mend"):
         matcher._check()
     matcher._line.append(Told())

@@ -1,5 +1,5 @@
-"""What lookups are given, checked; random numbers by their keys; drafts as serving engines take them, and which of their
-texts go on. One compiled module of all parts, because each module by itself takes 6 kB of the wheel."""
+"""What lookups are given, checked; random numbers by their keys; drafts as serving engines take them, and which of
+their texts go on. One compiled module of all parts, because each module by itself takes 6 kB of the wheel."""
 
 include "checked_arrays.pxi"
 include "layouts/known_texts.pxi"

@@ -57,7 +57,7 @@ def _line_changes(code: str) -> Iterator[tuple[str, str]]:
 
 def compile_batch(root: Path, path: Path, sources: Sequence[str], folder: Path) -> Path | None:
     """One module of all these sources of one Cython file (`cython_mutants.joined`); None if one is refused."""
-    source = folder / path.name
+    source = (folder / path.name).with_suffix(".pyx")  # a part of a module may be one by itself
     source.write_text(joined(sources), encoding="utf-8")
     directives = ["boundscheck=False", "wraparound=False", "initializedcheck=False", "cdivision=True"]
     options = ["-3", "--cplus", *(word for directive in directives for word in ("-X", directive))]

@@ -103,7 +103,7 @@ def _renamed(body: str, suffix: str) -> str:
     return re.sub(rf"\b({'|'.join(names)})\b(?!=)", rf"\1{suffix}", body) + "\n\n"
 
 
-def _including(root: Path, part: Path) -> Path:
+def including(root: Path, part: Path) -> Path:
     """The module that a part is included into, which lies in its folder or in one above."""
     for folder in part.relative_to(root).parents:
         name = part.relative_to(root / folder).as_posix()
@@ -119,7 +119,7 @@ def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | 
     root: the project; path: verifiers/verdict_compiled.pyx in it, or trees/noise.pxi, a part of a module. Only this one
     module is built.
     """
-    module = path if path.suffix == ".pyx" else _including(root, path)
+    module = path if path.suffix == ".pyx" else including(root, path)
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, folder / name)
     for package in ("stand", "trees", "verifiers"):  # setup.py writes the code that all modules share into `stand`

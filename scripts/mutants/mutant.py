@@ -46,8 +46,10 @@ class Mutant:
 
     @property
     def module(self) -> str:
-        """verifiers/rules/token.py -> stand.verifiers.rules.token; a header: what it is compiled into."""
-        path = cpp_mutants.including(ROOT, self.path) if self.path.suffix == ".h" else self.path
+        """verifiers/rules/token.py -> stand.verifiers.rules.token; a header, or a part of a Cython module: what it is
+        compiled into."""
+        owners = {".h": cpp_mutants.including, ".pxi": cython_mutants.including}
+        path = owners[self.path.suffix](ROOT, self.path) if self.path.suffix in owners else self.path
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         return name if name.startswith("stand.") else "stand." + name
 

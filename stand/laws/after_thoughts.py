@@ -40,7 +40,7 @@ class AfterThoughts(LogitsProcessor):
         self.end = tuple(tokens)
 
     def __call__(self, input_ids: object, scores: object) -> object:
-        raise NotImplementedError(
+        raise RuntimeError(
             "AfterThoughts itself, no class that derives from it, must be given to an engine of stand, got a call; use "
             "engine.generate, or model.generate with custom_generate=stand_generate"
         )

@@ -180,7 +180,7 @@ def test_by_custom_generate(make):
     tokens = model.generate(prompt, logits_processor=[processor], **asked, custom_generate=stand_generate)
     thoughts, answer = thoughts_and_answer(tokens[0, 2:].tolist())
     assert not thoughts and re.fullmatch(REGEX, text_of(answer))
-    with pytest.raises(NotImplementedError, match="AfterThoughts itself, .* must be given to an engine of stand"):
+    with pytest.raises(RuntimeError, match="AfterThoughts itself, .* must be given to an engine of stand"):
         model.generate(prompt, logits_processor=[processor], **asked)
 
 

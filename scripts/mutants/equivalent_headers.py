@@ -39,7 +39,6 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("candidates.h", _WINNER, "1 -> 0"): "the first entry is compared with itself",
     ("candidates.h", _WINNER, "< -> <= #2"): _EQUAL,
     ("candidates.h", _ARRIVAL, "> -> >="): "divided by a weight of 0 an arrival is infinite, as NEVER is",
-    ("masks.h", "nodes_.push_back(Node{0, NOWHERE, NOWHERE});", "0 -> 1"): "a root is not found by a token",
     (
         "masks.h",
         "for (int32_t word = 0; word < size && found < enough; ++word) found += __builtin_popcount(words[word]);",

@@ -23,12 +23,7 @@ PROMPTS = [[5, 9, 11, 4], [7, 8]]
 STOP = 30  # ends thoughts: a letter that no grammar here has
 SAMPLED = {"input_ids": PROMPTS, "num_return_sequences": 8, "max_new_tokens": 90, "temperature": 1.0, "seed": 3}
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    """Two of the libraries compile how they apply a mask, which takes long."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.fixture(params=PROCESSORS)

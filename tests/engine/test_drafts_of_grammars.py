@@ -21,12 +21,7 @@ from stand.trees import DraftBatch
 PROMPTS = [[5, 9, 11, 4], [7, 8]]
 SAMPLED = {"input_ids": PROMPTS, "num_return_sequences": 6, "max_new_tokens": 40, "temperature": 1.0, "seed": 3}
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    """Two of the libraries compile how they apply a mask, which takes long."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.fixture(params=PROCESSORS)

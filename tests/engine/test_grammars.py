@@ -36,12 +36,7 @@ PAGE = ROOT / "docs" / "grammars.md"
 PROMPTS = [[5, 9, 11, 4], [7, 8]]
 PARENTS = [-1, 0, 0, 1, 1, 3, 2, 5]  # of the nodes of a draft
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    """Two of the libraries compile how they apply a mask, which takes long."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.fixture(params=PROCESSORS)

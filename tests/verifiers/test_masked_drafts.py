@@ -5,17 +5,13 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from draft_worlds import dense_world
-from exact import World
 from exact_drafts import RULES, JointDraft, assert_adapted, chi_square, distance_from_target, joint_drafts
 from planned_masks import planned_masks
 from taught_lookups import taught_lookups
+from two_rows import HISTORIES, SAME, worlds
 
 from stand.trees import DraftBatch, TokenMasks
 from stand.verifiers import get_verifier
-
-HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 0], np.int32)]
-SAME = [HISTORIES[0], HISTORIES[0]]
 
 ALL = set(range(32))  # that a mask has bits for
 
@@ -32,11 +28,6 @@ GROWN = {  # name: tokens that masks forbid, by what the sum of a path is modulo
     "two children at most": ([set(), {1}], {"budget": 4, "width": 2}),
     "chains": ([{2}, {0}], {"budget": 3, "width": 1}),
 }
-
-
-@cache
-def worlds(size: int) -> list[World]:
-    return [dense_world(seed, size, 2).as_float() for seed in (5, 6)]
 
 
 @pytest.fixture(scope="module")

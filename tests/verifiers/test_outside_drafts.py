@@ -5,17 +5,14 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from draft_worlds import dense_world
-from exact import World
 from exact_drafts import RULES, JointDraft, assert_adapted, chi_square, distance_from_target, joint_drafts
 from outside_trees import outside_laws
 from taught_lookups import taught_lookups
+from two_rows import HISTORIES, SAME, worlds
 
 from stand.trees import DraftBatch, OutsideLaws
 from stand.verifiers import get_verifier
 
-HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 0], np.int32)]
-SAME = [HISTORIES[0], HISTORIES[0]]
 ANY = OutsideLaws.ANY_TOKEN
 
 # Rows that disagree with the lookup; laws below drawn tokens, below any token, and no law at all.
@@ -35,11 +32,6 @@ GROWN = {  # name: laws of the two rows, settings
     "two children at most": ([DEEP, LOOSE], {"budget": 4, "width": 2}),
     "chains": ([DEEP, LOOSE], {"budget": 3, "width": 1}),
 }
-
-
-@cache
-def worlds(size: int) -> list[World]:
-    return [dense_world(seed, size, 2).as_float() for seed in (5, 6)]
 
 
 @pytest.fixture(scope="module")

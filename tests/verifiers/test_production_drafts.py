@@ -7,8 +7,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from draft_worlds import dense_world
-from exact import World
 from exact_drafts import (
     ROUNDING,
     RULES,
@@ -20,6 +18,7 @@ from exact_drafts import (
     joint_drafts,
 )
 from taught_lookups import SCOPES, laws_of, taught_lookups
+from two_rows import HISTORIES, SAME, worlds
 
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import get_verifier
@@ -27,8 +26,6 @@ from stand.verifiers import get_verifier
 BATCH_RULES = [*RULES, *SET_RULES]
 INDEPENDENT_RULES = [*RULES, "specinfer", "spectr"]
 CHAIN_RULES = [*BATCH_RULES, "specinfer", "spectr", "token", "block"]
-HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 0], np.int32)]
-SAME = [HISTORIES[0], HISTORIES[0]]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +35,6 @@ def blended() -> dict[str, tuple[BlendedLookup, int]]:
 
 def draft_blended(lookup, kind, *, seed, budget=4, histories=HISTORIES, rows=(0, 1), steps=(4, 4), **settings):
     return lookup.draft(histories, budget, seed=seed, rows=list(rows), steps=list(steps), kind=kind, **settings)
-
-
-@cache
-def worlds(size: int) -> list[World]:
-    return [dense_world(seed, size, 2).as_float() for seed in (5, 6)]
 
 
 GROWTH = {  # name: settings of `draft_blended`

@@ -34,12 +34,18 @@ cdef extern from "store/odds.h" namespace "stand" nogil:
 cdef extern from "growth/evidence.h" namespace "stand" nogil:
     bool_t has_wide_vectors()
 
+cdef extern from "store/path_tree.h" namespace "stand" nogil:
+    const int32_t NOWHERE
+
+    cdef cppclass PathTree:
+        int64_t num_rows()
+        void add_row() except +
+        int32_t add_node(int32_t parent, int32_t token) except +
+
 cdef extern from "store/outside_laws.h" namespace "stand" nogil:
     const int32_t C_ANY_TOKEN "stand::ANY_TOKEN"
     const int32_t C_NUM_SOURCES "stand::NUM_SOURCES"
     const int32_t C_MAX_LAW_SIZE "stand::MAX_LAW_SIZE"
-    const int32_t NOWHERE
-
     cdef cppclass COutsideLaws "stand::OutsideLaws":
         COutsideLaws(int32_t source) except +
         int64_t num_rows()
@@ -116,9 +122,7 @@ cdef extern from "growth/masks.h" namespace "stand" nogil:
 
     cdef cppclass CTokenMasks "stand::TokenMasks":
         CTokenMasks(const TokenMask& first) except +
-        int64_t num_rows()
-        void add_root() except +
-        void add_node(int32_t parent, uint32_t token) except +
+        PathTree tree
 
 cdef extern from "growth/growth.h" namespace "stand" nogil:
     cdef cppclass GrowthRequest:

@@ -21,22 +21,24 @@ cdef class TokenMasks:
         check_batch(plan)
         cdef const int32_t[::1] token_ids = plan.token_ids, parents = plan.parents, offsets = plan.offsets
         cdef Py_ssize_t row, node
+        cdef int32_t above
         cdef TokenMask first
         self._words = _checked_words(words, token_ids.shape[0])
         first.words = <const uint32_t*> cnp.PyArray_DATA(self._words)
         first.size, first.allows_beyond = <int32_t> cnp.PyArray_DIM(self._words, 1), bool(allows_beyond)
         self._masks = new CTokenMasks(first)
         for row in range(offsets.shape[0] - 1):
-            self._masks.add_root()
-            for node in range(offsets[row] + 1, offsets[row + 1]):
-                self._masks.add_node(parents[node], token_ids[node])
+            self._masks.tree.add_row()
+            for node in range(offsets[row], offsets[row + 1]):
+                above = NOWHERE if node == offsets[row] else offsets[row] + parents[node]
+                self._masks.tree.add_node(above, token_ids[node])
 
     def __dealloc__(self):
         del self._masks
 
     def __len__(self):
         """Number of rows."""
-        return self._masks.num_rows()
+        return self._masks.tree.num_rows()
 
     def __reduce__(self):
         raise TypeError("TokenMasks cannot be pickled; make them anew from their plan and words")

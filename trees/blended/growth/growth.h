@@ -215,7 +215,7 @@ inline void Growth::plant(int32_t row) {
     root.path = 1.0f;
     root.contexts = roots_[2 * row];
     if (settings_.outside != nullptr) root.outside = settings_.outside->root(row);
-    if (settings_.masks != nullptr) root.mask = settings_.masks->root(row);
+    if (settings_.masks != nullptr) root.mask = settings_.masks->tree.root(row);
     root.is_located = true;
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
     if (std::min(request.max_depth, request.max_nodes) > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Action::expand);
@@ -256,7 +256,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     node.depth = nodes[parent].depth + 1;
     node.rank = nodes[parent].num_children++;
     if (nodes[parent].outside != NOWHERE) node.outside = settings_.outside->child(nodes[parent].outside, token);
-    if (nodes[parent].mask != NOWHERE) node.mask = settings_.masks->child(nodes[parent].mask, token);
+    if (nodes[parent].mask != NOWHERE) node.mask = settings_.masks->tree.child(nodes[parent].mask, token);
     node.path = path;
     node.product = item.product;
     --room_;

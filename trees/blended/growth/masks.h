@@ -1,12 +1,10 @@
-// Which tokens may follow the nodes of planned drafts, as masks of bits. A node is found by the tokens that lead to it
-// from its row's root.
+// Which tokens may follow the nodes of planned drafts, as masks of bits.
 
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
-#include "../store/outside_laws.h"
+#include "../store/path_tree.h"
 
 namespace stand {
 
@@ -37,35 +35,12 @@ struct TokenMask {
     }
 };
 
-// A mask at every node. Masks lie with whoever made them.
+// A mask at every node, in the order of their numbers. Masks lie with whoever made them.
 class TokenMasks {
    public:
+    PathTree tree;
+
     explicit TokenMasks(const TokenMask& first) : first_(first) {}
-
-    int64_t num_rows() const { return static_cast<int64_t>(roots_.size()); }
-
-    void add_root() {
-        roots_.push_back(static_cast<int32_t>(nodes_.size()));
-        nodes_.push_back(Node{0, NOWHERE, NOWHERE});
-    }
-
-    // A node of the last row below its node `parent`.
-    void add_node(int32_t parent, uint32_t token) {
-        const int32_t number = static_cast<int32_t>(nodes_.size());
-        int32_t& first_child = nodes_[roots_.back() + parent].first_child;
-        const Node node{token, NOWHERE, first_child};
-        first_child = number;
-        nodes_.push_back(node);
-    }
-
-    int32_t root(int64_t row) const { return roots_[row]; }
-
-    // The node one token below another one, or NOWHERE.
-    int32_t child(int32_t node, uint32_t token) const {
-        int32_t at = nodes_[node].first_child;
-        while (at != NOWHERE && nodes_[at].token != token) at = nodes_[at].next;
-        return at;
-    }
 
     TokenMask at(int32_t node) const {
         TokenMask found = first_;
@@ -74,13 +49,7 @@ class TokenMasks {
     }
 
    private:
-    struct Node {
-        uint32_t token;
-        int32_t first_child, next;  // next: of its parent's children
-    };
     const TokenMask first_;  // that of the first node
-    std::vector<int32_t> roots_;  // [B]
-    std::vector<Node> nodes_;
 };
 
 }  // namespace stand

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from stand.laws.after_thoughts import AfterThoughts
     from stand.laws.logprobs import TokenLogprobs
     from stand.output import GenerationOutput
+    from stand.scheduling.open_run import OpenRun
     from stand.scheduling.request import Request, Trajectory
     from stand.scheduling.run import Run
     from stand.stats import Stats
@@ -72,6 +73,7 @@ _HOMES = {
     "LowConfidence": "stand.texts.confidence",
     "ModelDrafter": "stand.drafters.draft_model",
     "NeighbourLaws": "stand.drafters.neighbours.laws",
+    "OpenRun": "stand.scheduling.open_run",
     "OutsideLaws": "stand.trees",
     "PromptLookupDrafter": "stand.drafters.prompt_lookup",
     "Request": "stand.scheduling.request",
@@ -109,6 +111,7 @@ __all__ = [
     "LowConfidence",
     "ModelDrafter",
     "NeighbourLaws",
+    "OpenRun",
     "OutsideLaws",
     "PromptLookupDrafter",
     "Request",

@@ -15,12 +15,13 @@ from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.ranks import Ranks
-from stand.forward.tree_attention import exclusive
+from stand.forward.tree_attention import exclusive, is_awaited
 from stand.laws.grammar_masks import GrammarMasks
 from stand.laws.logprobs import LogprobNotes, StepLogprobs
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.admission import Admission, beginning
+from stand.scheduling.arrivals import Arrivals
 from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.prompt_keys import PromptKeys
 from stand.scheduling.request import Job
@@ -65,7 +66,9 @@ class Call:
         self.seed = seed
         self.stats = Stats()
         self._border = switching_length(model)  # of rows, see `stand.forward.long_factors`
-        self.scheduler = Scheduler(_same_on_all(backend.ranks, jobs, logprobs), admission, border=self._border)
+        self._is_open = isinstance(jobs, Arrivals)  # further requests may come
+        told = jobs if self._is_open else _same_on_all(backend.ranks, jobs, logprobs)
+        self.scheduler = Scheduler(told, admission, border=self._border)
         self._model = model
         self._vocabulary_size = text_config(model).vocab_size
         self._backend = backend
@@ -110,14 +113,15 @@ class Call:
 
     def steps(self, *, until_ended: bool = False) -> Iterator[None]:
         """The same step by step. Between two steps the model is free for other work, also of other threads. With
-        `until_ended` it is given back only where rows have ended or others are to be let in, so that its forwards are
-        swapped less often."""
+        `until_ended` it is given back only where rows have ended, others are to be let in or another thread waits for
+        it, so that its forwards are swapped less often."""
         with self._ending():
             while True:
                 with exclusive(self._model), self.stats.timed_wall():
-                    if not self._refill():
-                        break
-                    is_told = yield from self._settled_steps(until_ended)
+                    is_live = self._refill()
+                    is_told = is_live and (yield from self._settled_steps(until_ended))
+                if not is_live and not self.scheduler.wait():
+                    break
                 if not is_told:
                     yield
 
@@ -126,7 +130,7 @@ class Call:
         Whether the last one was yielded: other calls in between may let the drafter ask for more memory."""
         with self._step.attention():
             self._advance()
-            while until_ended and self._is_settled and not self.scheduler.ended:
+            while until_ended and self._is_settled and not self.scheduler.ended and not is_awaited(self._model):
                 with self.stats.paused_wall():
                     yield
                 if not self.scheduler.is_held():
@@ -158,6 +162,9 @@ class Call:
         if self._own_seed is None:
             self._own_seed = self._new_own_seed()
             self._prompts.begin()
+        for row in scheduler.rows_left():
+            row.finish_reason = "cancelled"
+            self._end(row)
         with self.stats.timed_prefill():
             if scheduler.is_running():
                 self._prompts.allow_one_chunk()
@@ -182,6 +189,8 @@ class Call:
         self.stats.num_copied_prompt_tokens = self._prompts.num_copied
         self.stats.num_put_back, self.stats.num_replayed_tokens = scheduler.num_put_back, self._prompts.num_replayed
         if not scheduler.live:
+            if self._step is not None:
+                self._step.finish()  # nothing may come for long
             scheduler.raise_failure()
         return bool(scheduler.live)
 
@@ -261,6 +270,8 @@ class Call:
             self.logprobs.keep(live.rows, read, [emitted for emitted, _ in ends])
         self._commit(live, batch, verdicts, gained, ends)
         self._is_settled = self._is_settled and self.scheduler.is_held()
+        if self._is_open and self._is_settled:
+            self._is_settled = not self.scheduler.has_news
         work_on(None)
         if self._is_learning or self._wants_features:
             self._step.teach(partial(self._learn, request, batch, verdicts))

@@ -34,21 +34,23 @@ from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.forward.devices import input_device
 from stand.forward.long_factors import served_positions
 from stand.forward.model import text_config
+from stand.forward.ranks import ALONE
 from stand.forward.self_check import refuse_unready
 from stand.forward.tree_attention import exclusive
 from stand.numbered_keys import NumberedKeys
-from stand.output import GenerationOutput
+from stand.output import GenerationOutput, output_of
 from stand.row import Row
+from stand.scheduling.arrivals import Arrivals
 from stand.scheduling.job_reader import JobReader
 from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.memory import admission, checked_bytes, is_number
+from stand.scheduling.open_run import OpenRun
 from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
-from stand.texts.pieces import TextPieces
 from stand.texts.prompts import is_one_prompt
-from stand.texts.streaming import begin_streaming, into, shown
+from stand.texts.streaming import PiecesOfRows, begin_streaming, into, shown
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
 
@@ -61,8 +63,8 @@ class Engine:
     """Decodes many rows at once; made by `stand.wrap`.
 
     It switches the model's attention while it runs and gives it back afterwards. Calls of several threads on one model
-    take turns: a `generate` as a whole, streams step by step, runs from one trajectory to the next. So what a call runs
-    of yours (requests, criteria, a streamer) must not wait for another thread's call.
+    take turns: a `generate` as a whole, streams and runs step by step. So what a call runs of yours (requests,
+    criteria, a streamer) must not wait for another thread's call.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Engine:
         call.run()
         if streamer is not None:
             streamer.end()
-        return self._output(call, len(jobs[0].rows))
+        return output_of(call, self.tokenizer, num_return_sequences=len(jobs[0].rows))
 
     def run(
         self,
@@ -206,6 +208,22 @@ class Engine:
         call = self._run_of(requests, max_rows=max_rows, max_cache_bytes=max_cache_bytes, **settings)
         return Run(call, self.tokenizer, on_step=on_step)
 
+    def open_run(self, *, max_rows: int = 16, max_cache_bytes: float | None = None, **settings: object) -> OpenRun:
+        """A run whose requests come while it decodes, submitted from any thread: for a server or a search.
+
+        max_rows: the most rows that are decoded together. All else is as in `run`, each row's law, too. Which rows are
+        decoded together depends on time, so with ratio rules a seed does not repeat their tokens.
+        Raises ValueError also where ranks share the model, for they cannot know when each of them is asked.
+        """
+        max_rows = whole_number("max_rows", max_rows, "16 is the default")
+        if self.backend.ranks is not ALONE:
+            raise ValueError("an open run needs a process with the model for itself, got ranks that share it; use run")
+        with exclusive(self.model):
+            reader, options = self._read_run(**settings)
+            arrivals = Arrivals(reader.read, min(max_rows, self.backend.most_rows or max_rows))
+            options |= {"num_rows": max_rows, "max_rows": max_rows, "max_cache_bytes": max_cache_bytes}
+            return OpenRun(arrivals, partial(self._call_of, reader, arrivals, **options), self.tokenizer)
+
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
         streamer. The pieces of a row, joined, are its text. Only bytes that form no character may be shown as more or
@@ -221,15 +239,9 @@ class Engine:
                 f"a stream has no place for log-probabilities, got logprobs={settings['logprobs']!r}; use generate or "
                 "run, also for criteria that want them"
             )
-        committed: list[tuple[int, str]] = []
-        texts: dict[int, TextPieces] = {}
-
-        def collect(row: Row, token_ids: list[int]) -> None:
-            pieces = texts.setdefault(row.index, TextPieces(self.tokenizer))
-            committed.append((row.index, pieces.add(token_ids, is_last=row.finish_reason is not None)))
-
-        call, _ = self._new_call(prompts, collect, **settings)
-        return shown(call.steps(), committed)
+        pieces = PiecesOfRows(self.tokenizer)
+        call, _ = self._new_call(prompts, pieces.add, **settings)
+        return shown(call.steps(), pieces.committed)
 
     @torch.inference_mode()
     def measure_cost(
@@ -298,7 +310,8 @@ class Engine:
             reader.check_rows(count * len(read))
             jobs = [reader.job(each, range(place * count, (place + 1) * count)) for place, each in enumerate(read)]
             options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
-            return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=count * len(jobs), **options), jobs
+            options |= {"num_rows": count * len(jobs), "max_rows": max_rows, "max_cache_bytes": max_cache_bytes}
+            return self._call_of(reader, jobs, **options), jobs
 
     def _reader(self, draft: bool, **settings: object) -> JobReader:
         needs_text = draft and (self.drafter.requires_features or self.drafter.rider is not None)
@@ -311,9 +324,6 @@ class Engine:
         *,
         max_rows: int | None,
         max_cache_bytes: float | None,
-        seed: int | None = None,
-        draft: bool = True,
-        learn: bool = True,
         **settings: object,
     ) -> Call:
         """As `_new_call`, of requests that are still to be read."""
@@ -323,18 +333,24 @@ class Engine:
                 "the prompts of a tokenizer's output one by one"
             )
         with exclusive(self.model):
-            check_flags(draft=draft, learn=learn)
-            reader = self._reader(draft, **settings)
-            options = {"num_rows": MANY_ROWS, "seed": seed, "draft": draft, "learn": learn, "on_commit": None}
-            return self._call_of(reader, map(reader.read, requests), max_rows, max_cache_bytes, **options)
+            reader, options = self._read_run(**settings)
+            beside = {"max_rows": max_rows, "max_cache_bytes": max_cache_bytes, "num_rows": MANY_ROWS}
+            return self._call_of(reader, map(reader.read, requests), on_commit=None, **beside, **options)
+
+    def _read_run(
+        self, *, seed: int | None = None, draft: bool = True, learn: bool = True, **settings: object
+    ) -> tuple[JobReader, dict[str, object]]:
+        """What reads the requests of a run, and what its call is to know beside."""
+        check_flags(draft=draft, learn=learn)
+        return self._reader(draft, **settings), {"seed": seed, "draft": draft, "learn": learn}
 
     def _call_of(
         self,
         reader: JobReader,
         jobs: Iterable[Job],
+        *,
         max_rows: int | None,
         max_cache_bytes: float | None,
-        *,
         num_rows: int,
         seed: int | None,
         draft: bool,
@@ -380,17 +396,3 @@ class Engine:
     def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
         """The seed of the own streams of a call that starts now (stand/seeds.py)."""
         return call_seed(seed, self.drafter.start_call(learns=is_learning)) if is_drafting else seed
-
-    def _output(self, call: Call, num_samples: int) -> GenerationOutput:
-        rows = sorted((row for _, row in call.scheduler.ended), key=lambda row: row.index)
-        token_ids = [row.new_token_ids.tolist() for row in rows]
-        texts = None if self.tokenizer is None else self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return GenerationOutput(
-            token_ids=token_ids,
-            texts=texts,
-            finish_reasons=[row.finish_reason for row in rows],
-            num_return_sequences=num_samples,
-            seed=call.seed,
-            stats=call.stats,
-            logprobs=None if call.logprobs is None else list(map(call.logprobs.take, rows)),
-        )

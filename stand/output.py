@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from stand.laws.logprobs import TokenLogprobs
 from stand.stats import Stats
+
+if TYPE_CHECKING:
+    from stand.call import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +58,18 @@ class GenerationOutput:
             place = slice(len(tokens)) if side == "right" else slice(longest - len(tokens), None)
             row[place] = torch.tensor(tokens)
         return tensor
+
+
+def output_of(call: Call, tokenizer: PreTrainedTokenizerBase | None, *, num_return_sequences: int) -> GenerationOutput:
+    """Of a call whose rows have all ended; to be called once."""
+    rows = sorted((row for _, row in call.scheduler.ended), key=lambda row: row.index)
+    token_ids = [row.new_token_ids.tolist() for row in rows]
+    return GenerationOutput(
+        token_ids=token_ids,
+        texts=None if tokenizer is None else tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+        finish_reasons=[row.finish_reason for row in rows],
+        num_return_sequences=num_return_sequences,
+        seed=call.seed,
+        stats=call.stats,
+        logprobs=None if call.logprobs is None else list(map(call.logprobs.take, rows)),
+    )

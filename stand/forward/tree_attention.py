@@ -191,6 +191,11 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
             turns.thread = None
 
 
+def is_awaited(model: PreTrainedModel) -> bool:
+    """Whether another thread waits for the model, which this one runs."""
+    return _TURNS[model].line.locked()
+
+
 class _Turns:
     """Who runs a model."""
 

@@ -1,21 +1,19 @@
 """inspect-ai's harness: the provider `stand`, so `inspect eval TASK --model stand/MODEL` decodes by the engine.
 
-inspect asks for one answer at a time and for many at once. The engine decodes a batch from its start to its end, so
-requests that arrive within a moment of each other, with equal settings, are decoded together in a thread.
+inspect asks for one answer at a time and for many at once. Those with equal settings are decoded together, in an open
+run: each begins when it comes and a place is free.
 """
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from stand.extra import missing_package
+from stand.plugins.open_runs import OpenRuns
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.trees import BlendedLookup
 from stand.trees.arguments import whole
@@ -41,8 +39,9 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from stand.plugins.json_answers import JsonAnswers
+    from stand.scheduling.request import Trajectory
 
-GATHERING = 0.02  # seconds to wait for requests that begin together
+POLLING = 0.01  # seconds between two looks at whether an answer is there
 ROWS = 16
 SERVED = {  # inspect's names of settings: `Engine.generate`'s
     "max_tokens": "max_new_tokens",
@@ -62,103 +61,6 @@ STOP_REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "ma
 Chat = list[dict[str, str]]
 
 
-class RequestBatches:
-    """Decodes requests in one thread: those that wait together and have equal settings in one call of the engine."""
-
-    def __init__(
-        self, engine: object, *, num_rows: int, seed: int | None = None, json_answers: JsonAnswers | None = None
-    ):
-        """json_answers: None for such without thoughts, made when a request first names a schema."""
-        self.engine, self.num_rows, self.seed, self._json_answers = engine, num_rows, seed, json_answers
-        self.requests: queue.Queue[tuple[Chat, Mapping, Future] | None] = queue.Queue()
-        self.num_calls = 0
-        self._is_closed = False
-        self._entrance = threading.Lock()
-        self.thread = threading.Thread(target=self._run, name="stand", daemon=True)
-        self.thread.start()
-
-    def submit(self, chat: Chat, settings: Mapping) -> Future:
-        """A future of the `ModelOutput` fields that `_answers` gives; it raises what the engine raises."""
-        future: Future = Future()
-        with self._entrance:
-            if self._is_closed:
-                raise RuntimeError("the provider must be open, got a request after close(); make another one")
-            self.requests.put((chat, settings, future))
-        return future
-
-    def close(self) -> None:
-        """End the thread after what waits already."""
-        with self._entrance:
-            self._is_closed = True
-            self.requests.put(None)
-
-    def _run(self) -> None:
-        waiting: list[tuple[Chat, Mapping, Future]] = []
-        is_open = True
-        while is_open or waiting:
-            if not waiting:
-                first = self.requests.get()
-                is_open = first is not None
-                waiting += [first] if is_open else []
-                time.sleep(GATHERING if is_open else 0)
-            while not self.requests.empty():
-                request = self.requests.get()
-                is_open = is_open and request is not None
-                waiting += [request] if request is not None else []
-            if waiting:
-                batch = [one for one in waiting if one[1] == waiting[0][1]][: self.num_rows]
-                waiting = [one for one in waiting if not any(one is taken for taken in batch)]
-                batch = [one for one in batch if one[2].set_running_or_notify_cancel()]
-                if batch:
-                    self._decode(batch)
-
-    def _decode(self, batch: list[tuple[Chat, Mapping, Future]]) -> None:
-        try:
-            answers = self._answers([chat for chat, _, _ in batch], batch[0][1])
-        except Exception as error:  # whatever it is, those who wait get it; one request must not fail its neighbours
-            if len(batch) > 1:
-                for one in batch:
-                    self._decode([one])
-            else:
-                batch[0][2].set_exception(error)
-            return
-        for (_, _, future), answer in zip(batch, answers, strict=True):
-            future.set_result(answer)
-
-    def _answers(self, chats: list[Chat], settings: Mapping) -> list[dict]:
-        # Here, because it loads torch, and inspect imports this module to list providers.
-        from stand.texts.chats import chat_text
-
-        tokenizer = self.engine.tokenizer
-        prompts = [tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"] for chat in chats]
-        seed = settings.get("seed", self.seed)
-        seed = None if seed is None else seed + self.num_calls  # calls must not repeat each other
-        settings = {**settings, "seed": seed}
-        if (schema := settings.pop("json_schema", None)) is not None:
-            self._json_answers = self._json_answers or _json_answers(self.engine, None)
-            settings["logits_processors"] = self._json_answers.processor(schema)
-        output = self.engine.generate(input_ids=prompts, **settings)
-        self.num_calls += 1
-        decoded = cache(lambda token: tokenizer.decode([token]))  # of all rows: mostly the same tokens
-        worth = {
-            "stand_rows": len(chats),
-            "stand_tokens_per_step": output.stats.mean_acceptance_length,
-            "stand_tokens_per_second": output.stats.tokens_per_second,
-        }
-        return [
-            {
-                "text": output.texts[row],
-                "reason": STOP_REASONS[output.finish_reasons[row]],
-                "num_prompt": len(prompts[row]),
-                "num_new": len(output.token_ids[row]),
-                "seconds": output.stats.wall_seconds,
-                "worth": worth,
-                "logprobs": None if output.logprobs is None else _places(decoded, output, row),
-            }
-            for row in range(len(chats))
-        ]
-
-
 @modelapi(name="stand")
 class StandAPI(ModelAPI):
     """A transformers model of this machine, decoded by the engine.
@@ -169,7 +71,7 @@ class StandAPI(ModelAPI):
     is closed or the process ends: inspect does not close what it was given by name; `thoughts_end`, the text that ends
     thoughts ("</think>"), behind which answers by a `response_schema` begin. Settings that are left out are the model's
     own, as `generation_config.json` has them. A seed, the provider's or a call's own, fixes the random numbers,
-    but which requests share a batch depends on time, so a run does not repeat itself token for token.
+    but which requests are decoded together depends on time, so a run does not repeat itself token for token.
 
     Log-probabilities are the model's own, before temperature and filters.
 
@@ -219,8 +121,9 @@ class StandAPI(ModelAPI):
         self, engine: object, rows: int, save_lookup: str | None, seed: int | None, *, thoughts_end: str | None = None
     ) -> None:
         self.engine, self.rows = engine, rows
-        json_answers = None if thoughts_end is None else _json_answers(engine, thoughts_end)
-        self.batches = RequestBatches(engine, num_rows=rows, seed=seed, json_answers=json_answers)
+        self._json_answers = None if thoughts_end is None else _json_answers(engine, thoughts_end)
+        self.runs = OpenRuns(engine, num_rows=rows, seed=seed)
+        self._text_of = lru_cache(maxsize=1 << 16)(lambda token: engine.tokenizer.decode([token]))
         self.saver = None if save_lookup is None else Saver(self, engine.lookup, save_lookup)
 
     async def generate(
@@ -228,13 +131,14 @@ class StandAPI(ModelAPI):
     ) -> ModelOutput:
         if tools:
             raise ValueError(f"tools must be left out, got {[tool.name for tool in tools]}; use another provider")
-        answer = self.batches.submit([_message(one) for one in input], _settings(config))
+        asked = partial(self._submit, [_message(one) for one in input], _settings(config))
+        answer = await anyio.to_thread.run_sync(asked)
         try:
             while not answer.done():
-                await anyio.sleep(GATHERING / 2)
+                await anyio.sleep(POLLING)
         finally:
-            answer.cancel()  # where nobody waits any more; one that is decoded goes on
-        return _output(self.model_name, answer.result())
+            answer.cancel()  # where nobody waits any more
+        return self._output(answer.result()[0])
 
     def max_connections(self) -> int:
         """As many as are decoded together."""
@@ -244,10 +148,43 @@ class StandAPI(ModelAPI):
         return self.model_name
 
     def close(self) -> None:
-        self.batches.close()
-        self.batches.thread.join()
+        self.runs.close()
         if self.saver is not None:
             self.saver.finish()
+
+    def _submit(self, chat: Chat, settings: dict) -> Future[list[Trajectory]]:
+        # Here, because it loads torch, and inspect imports this module to list providers.
+        from stand.texts.chats import chat_text
+
+        tokenizer, processors = self.engine.tokenizer, None
+        prompt = tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"]
+        if (schema := settings.pop("json_schema", None)) is not None:
+            answers = self._json_answers = self._json_answers or _json_answers(self.engine, None)
+
+            def processors() -> list:
+                return [answers.processor(schema)]
+
+        return self.runs.submit(prompt, settings, processors=processors, of_processors=schema)
+
+    def _output(self, answer: Trajectory) -> ModelOutput:
+        message = ChatMessageAssistant(content=answer.text, model=self.model_name, source="generate")
+        logprobs = None if answer.logprobs is None else _logprobs(_places(self._text_of, answer))
+        num_new, seconds = len(answer.token_ids), answer.ended - answer.started
+        reason = STOP_REASONS[answer.finish_reason]
+        return ModelOutput(
+            model=self.model_name,
+            choices=[ChatCompletionChoice(message=message, stop_reason=reason, logprobs=logprobs)],
+            usage=ModelUsage(
+                input_tokens=answer.num_prompt_tokens,
+                output_tokens=num_new,
+                total_tokens=answer.num_prompt_tokens + num_new,
+            ),
+            time=seconds,
+            metadata={
+                "stand_tokens_per_step": num_new / answer.num_steps,
+                "stand_tokens_per_second": num_new / seconds if seconds else 0.0,
+            },
+        )
 
 
 def _json_answers(engine: object, thoughts_end: str | None) -> JsonAnswers:
@@ -280,10 +217,10 @@ def _settings(config: GenerateConfig) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _places(decoded: Callable[[int], str], output: object, row: int) -> list[list[tuple[str, float]]]:
-    """For each new token of a row: text and log-probability of its own, then of the likeliest tokens there."""
-    found = output.logprobs[row]
-    own = zip(output.token_ids[row], found.of_tokens.tolist(), strict=True)
+def _places(decoded: Callable[[int], str], answer: Trajectory) -> list[list[tuple[str, float]]]:
+    """For each new token: text and log-probability of its own, then of the likeliest tokens there."""
+    found = answer.logprobs
+    own = zip(answer.token_ids, found.of_tokens.tolist(), strict=True)
     others = (zip(*pair, strict=True) for pair in zip(found.top_ids.tolist(), found.top.tolist(), strict=True))
     return [
         [(decoded(token), value) for token, value in (first, *rest)] for first, rest in zip(own, others, strict=True)
@@ -303,17 +240,3 @@ def _bytes(text: str) -> list[int] | None:
     from stand.texts.pieces import UNFINISHED  # here, because it loads torch
 
     return None if UNFINISHED in text else list(text.encode())
-
-
-def _output(model_name: str, answer: dict) -> ModelOutput:
-    message = ChatMessageAssistant(content=answer["text"], model=model_name, source="generate")
-    total = answer["num_prompt"] + answer["num_new"]
-    logprobs = None if answer["logprobs"] is None else _logprobs(answer["logprobs"])
-    usage = ModelUsage(input_tokens=answer["num_prompt"], output_tokens=answer["num_new"], total_tokens=total)
-    return ModelOutput(
-        model=model_name,
-        choices=[ChatCompletionChoice(message=message, stop_reason=answer["reason"], logprobs=logprobs)],
-        usage=usage,
-        time=answer["seconds"],
-        metadata=answer["worth"],
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +59,7 @@ class Job:
     problem: int  # number of the prompt in the engine
     id: object
     media: Media | None = None  # what the prompt shows
+    refuse: Callable[[Job, Exception], None] | None = None  # told where it cannot be served; None: the run ends so
 
     @property
     def shown(self) -> bytes:

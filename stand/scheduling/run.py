@@ -97,23 +97,23 @@ class Run(Iterator[Trajectory]):
     def _ended(self) -> Iterator[Trajectory]:
         ended = self._call.scheduler.ended
         while ended:
-            yield self._trajectory(*ended.popleft())
+            yield trajectory_of(self._call, self._tokenizer, *ended.popleft())
 
-    def _trajectory(self, job: Job, row: Row) -> Trajectory:
-        token_ids, text = row.new_token_ids.tolist(), None
-        if self._tokenizer is not None:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Trajectory(
-            id=job.id,
-            row=row.index,
-            token_ids=token_ids,
-            text=text,
-            finish_reason=row.finish_reason,
-            seed=self._call.seed,
-            num_prompt_tokens=len(row.prompt),
-            num_steps=row.num_steps,
-            num_draft_tokens=row.num_drafted,
-            started=row.started,
-            ended=row.ended,
-            logprobs=None if self._call.logprobs is None else self._call.logprobs.take(row),
-        )
+
+def trajectory_of(call: Call, tokenizer: PreTrainedTokenizerBase | None, job: Job, row: Row) -> Trajectory:
+    """Of a row that has ended; to be called once."""
+    token_ids = row.new_token_ids.tolist()
+    return Trajectory(
+        id=job.id,
+        row=row.index,
+        token_ids=token_ids,
+        text=None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True),
+        finish_reason=row.finish_reason,
+        seed=call.seed,
+        num_prompt_tokens=len(row.prompt),
+        num_steps=row.num_steps,
+        num_draft_tokens=row.num_drafted,
+        started=row.started,
+        ended=row.ended,
+        logprobs=None if call.logprobs is None or not row.num_steps else call.logprobs.take(row),
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from stand.media.media import MediaError
 from stand.row import Row
 from stand.scheduling.admission import Admission, lies_beyond
+from stand.scheduling.arrivals import Arrivals
 from stand.scheduling.request import Job, which_request
 from stand.seeds import prompt_word
 
@@ -33,6 +34,7 @@ class Move:
 
 
 Change = Entry | Move
+END = object()  # of the requests
 
 
 class Scheduler:
@@ -44,14 +46,17 @@ class Scheduler:
     always goes on.
 
     What a request ends in that cannot be read, or does not fit, is kept until the rows before it have ended: see
-    `raise_failure`. No further request is read then.
+    `raise_failure`. No further request is read then. A job that names who is to be told (`Job.refuse`) goes alone.
     """
 
-    def __init__(self, jobs: Iterator[Job], admission: Admission, *, border: int | None = None):
-        """border: tokens of a row behind which its keys are computed anew; no step has rows from both sides of it."""
+    def __init__(self, jobs: Iterator[Job | None], admission: Admission, *, border: int | None = None):
+        """jobs: where others may come later, they are `Arrivals`, which say None where none waits now.
+        border: tokens of a row behind which its keys are computed anew; no step has rows from both sides of it."""
         self.live: list[Row] = []  # by place
         self.ended: deque[tuple[Job, Row]] = deque()  # in the order in which they ended; the caller takes them out
         self._jobs = jobs
+        self._arrivals = jobs if isinstance(jobs, Arrivals) else None
+        self._most_open = 0 if self._arrivals is None else self._arrivals.num_places  # places of a run with arrivals
         self.admission = admission
         self.num_put_back = 0  # times that a row was
         self._put_back: list[Row] = []  # rows that wait for their return, the next one last
@@ -92,29 +97,34 @@ class Scheduler:
                 raise
             job = self._open.pop(row.request)
             del self._num_left[row.request]
-            error.add_note(which_request(job.number, job.id))
-            self._failure, self._is_over = error, True
             self._next, self._waiting = None, iter(())
+            self._refuse(job, error)
             return None
 
     def _next_job(self) -> Job | None:
-        """The next request, None where there is none, or none that fits."""
-        job = None
-        try:
-            job = next(self._jobs, None)
-            if job is not None:
-                self._check(job)
-        except Exception as error:  # a request's, or of whoever makes them
-            self._failure, job = error, None
-        self._is_over = job is None
-        return job
+        """The next request, None where there is none, none yet, or none that fits."""
+        while not self._is_over:
+            try:
+                job = next(self._jobs, END)
+            except Exception as error:  # a request's, or of whoever makes them
+                self._failure, job = error, END
+            self._is_over = job is END
+            if job is None or job is END:
+                break
+            try:
+                self.admission.check(job)
+            except ValueError as error:
+                self._refuse(job, error)
+            else:
+                return job
+        return None
 
-    def _check(self, job: Job) -> None:
-        try:
-            self.admission.check(job)
-        except ValueError as error:
-            error.add_note(which_request(job.number, job.id))
-            raise
+    def _refuse(self, job: Job, error: Exception) -> None:
+        error.add_note(which_request(job.number, job.id))
+        if job.refuse is None:
+            self._failure, self._is_over = error, True
+        else:
+            job.refuse(job, error)
 
     def raise_failure(self) -> None:
         """Raises what the request that would be next has ended in: to be called where nobody is live, or where rows
@@ -126,6 +136,29 @@ class Scheduler:
     def job_of(self, row: Row) -> Job:
         """Of a row that waits or is live."""
         return self._open[row.request]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a request could be read that came meanwhile, or somebody has ceased to wait for one."""
+        arrivals = self._arrivals
+        return arrivals is not None and (arrivals.has_left or self._next is None and arrivals.is_waiting)
+
+    def wait(self) -> bool:
+        """Where nobody is live: whether the call goes on. What has ended is to be given first; then a request that may
+        come is waited for."""
+        return self._arrivals is not None and (bool(self.ended) or self._arrivals.wait())
+
+    def rows_left(self) -> list[Row]:
+        """The rows, live or not, that nobody waits for any more; each is to be ended."""
+        numbers = set() if self._arrivals is None else set(self._arrivals.take_left())
+        if not numbers:
+            return []
+        rows = [row for row in (*self.live, *self._put_back) if row.request in numbers and row.finish_reason is None]
+        self._put_back = [row for row in self._put_back if row.request not in numbers]
+        if self._next is not None and self._next.request in numbers:
+            rows += [self._next, *self._waiting]
+            self._next, self._waiting = None, iter(())
+        return rows
 
     def is_running(self) -> bool:
         """Whether a live row goes on where it is."""
@@ -173,7 +206,10 @@ class Scheduler:
                 self.live[place] = last
                 changes.append(Move(len(self.live), place, last))
         if self.num_places is None and self.live:
-            more = self.admission.most_places if self.next_row() is not None else None
+            if self._arrivals is None:
+                more = self.admission.most_places if self.next_row() is not None else None
+            else:
+                more = self._most_open
             self.num_places = max(len(self.live), more or 0)
             self.admission.settle(self.num_places)
         return changes
@@ -182,7 +218,7 @@ class Scheduler:
         """A live row has ended; it leaves its place when `settle` is called. Whether it was its request's last one."""
         self.ended.append((self._open[row.request], row))
         self.admission.leave(row)
-        del self._turns[row.index]
+        self._turns.pop(row.index, None)
         self._num_left[row.request] -= 1
         is_last = not self._num_left[row.request]
         if is_last:
@@ -194,7 +230,7 @@ class Scheduler:
         row = self.next_row() if self.num_places is None or len(going) < self.num_places else None
         if row is not None and not going and self.admission.is_cramped(row):
             self.admission.unsettle()
-            self.num_places = None
+            self.num_places, self._most_open = None, self._most_open // 2
         if row is None or going and (self._parts(row) or not self.admission.allows(going, row)):
             return None
         keys = self.prepared(row, ready)

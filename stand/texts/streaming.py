@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from stand.row import Row
 from stand.scheduling.request import Job
+from stand.texts.pieces import TextPieces
 
 
 def into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:
@@ -27,6 +29,19 @@ def begin_streaming(streamer: BaseStreamer, jobs: list[Job]) -> None:
     if num_rows != 1:
         raise ValueError(f"a streamer shows one row, got {num_rows}; use engine.stream, which shows all rows")
     streamer.put(torch.from_numpy(jobs[0].prompt.astype(np.int64))[None])
+
+
+class PiecesOfRows:
+    """Texts of a call's rows, a piece with every commit."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.committed: list[tuple[int, str]] = []  # since they were shown: row and piece
+        self._tokenizer = tokenizer
+        self._texts: dict[int, TextPieces] = {}
+
+    def add(self, row: Row, token_ids: list[int]) -> None:
+        pieces = self._texts.setdefault(row.index, TextPieces(self._tokenizer))
+        self.committed.append((row.index, pieces.add(token_ids, is_last=row.finish_reason is not None)))
 
 
 @torch.inference_mode()

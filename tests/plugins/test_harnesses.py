@@ -20,6 +20,7 @@ from tiny_models import tiny_model
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 import stand
+from stand.forward.tree_attention import exclusive
 from stand.plugins.generate import engine_of
 
 PADDED = {  # left-padded, prompts of 6, 4 and 2 tokens
@@ -216,7 +217,7 @@ def inspect_door(monkeypatch):
         "inspect_ai": module("inspect_ai"),
         "inspect_ai.model": model,
         "inspect_ai.tool": module("inspect_ai.tool", ToolChoice=object, ToolInfo=object),
-        "anyio": module("anyio", sleep=asyncio.sleep),
+        "anyio": module("anyio", sleep=asyncio.sleep, to_thread=types.SimpleNamespace(run_sync=asyncio.to_thread)),
     }
     for name, made in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, made)
@@ -235,7 +236,7 @@ def provider(inspect_door):
     api._begin(stand.wrap(fresh_model(), tokenizer), 4, None, 3)
     yield api
     api.close()
-    assert not api.batches.thread.is_alive()
+    assert not any(run._thread.is_alive() for run in api.runs._runs.values())
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
@@ -309,8 +310,9 @@ def test_inspect_gets_each_prompts_own_answer(provider):
         assert message.given["content"] == alone.texts[0]
         usage = answer.given["usage"].given
         assert (usage["input_tokens"], usage["output_tokens"]) == (len(text), len(alone.token_ids[0]))
-        assert answer.given["metadata"]["stand_rows"] <= provider.rows
-    assert provider.batches.num_calls < len(texts), "requests that came together must be decoded together"
+        assert answer.given["metadata"]["stand_tokens_per_step"] >= 1
+    (run,) = provider.runs._runs.values()
+    assert run.stats.num_forwards < run.stats.num_steps, "requests that came together must be decoded together"
 
 
 @pytest.mark.parametrize("count", [None, 2])
@@ -413,14 +415,29 @@ def test_one_request_that_cannot_be_served_does_not_fail_its_neighbours(provider
     assert [isinstance(answer, ValueError) for answer in answers] == [False, False, True, False]
 
 
-def test_requests_that_nobody_waits_for_are_not_decoded(provider):
+def test_requests_that_nobody_waits_for_are_not_decoded(provider, monkeypatch):
+    submitted = []
+    submit = provider.runs.submit
+    monkeypatch.setattr(
+        provider.runs, "submit", lambda *told, **how: submitted.append(submit(*told, **how)) or submitted[-1]
+    )
+
     async def ask():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(provider.generate([Message("user", "ABC")], [], "auto", Config(max_tokens=4)), 0.001)
-        return await provider.generate([Message("user", "BCD")], [], "auto", Config(max_tokens=4))
+        chat, config = [Message("user", "ABC")], Config(max_tokens=4)
+        await provider.generate(chat, [], "auto", config)  # a run is open
+        with exclusive(provider.engine.model):
+            asked = asyncio.create_task(provider.generate(chat, [], "auto", config))
+            while len(submitted) < 2:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+            asked.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asked
+        return await provider.generate(chat, [], "auto", config)
 
     answer = asyncio.run(ask())
-    assert answer.given["metadata"]["stand_rows"] == 1 and provider.batches.num_calls == 1
+    assert [future.cancelled() for future in submitted] == [False, True, False]
+    assert 0 < answer.given["usage"].given["output_tokens"] <= 4
 
 
 @pytest.mark.parametrize(("own", "of_call"), [(7, None), (None, 7), (3, 7)])
@@ -443,7 +460,7 @@ def test_inspects_seed_may_be_the_providers_or_the_calls(inspect_door, own, of_c
 def test_inspects_provider_takes_nothing_after_its_end(provider):
     provider.close()
     (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=4))
-    assert isinstance(answer, RuntimeError) and "after close()" in str(answer)
+    assert isinstance(answer, RuntimeError) and "before close(), got one after it" in str(answer)
 
 
 def test_inspect_refuses_what_would_be_ignored(provider):

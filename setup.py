@@ -57,7 +57,6 @@ OPTIMISED = ["-O3", "-DNDEBUG", "-g0"]
 # Packing a step takes 0.3 us more of its 4 to 5. Drawing waits for memory.
 COMPACT = {
     "stand._cyutility",
-    "stand.gpu.packets.packing",
     "stand.step_compiled",
     "stand.trees.compiled",
     "stand.verifiers.verdict_compiled",

@@ -166,5 +166,5 @@ def test_files_that_documents_name_exist():
 
 @in_the_source
 def test_the_checker_sees_an_absent_file():
-    text = "`stand/engine.py` and `engine/stand.py`, `verifiers/rules/NAME.py`, `gpu/packets/packing.pyx`"
+    text = "`stand/engine.py` and `engine/stand.py`, `verifiers/rules/NAME.py`, `gpu/packets/packing.pxi`"
     assert absent_files(text, ROOT) == {"engine/stand.py"}

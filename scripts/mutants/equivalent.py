@@ -214,17 +214,17 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "LtE -> Lt",
     ): "a measured number that is exactly the bound",
     (
-        "stand/gpu/packets/packing.pyx",
+        "stand/gpu/packets/packing.pxi",
         "cdef Py_ssize_t row, place, first, end = 0",
         "0 -> 1",
     ): "paths begin one place later in an array that has room for the root, which no path has",
     (
-        "stand/gpu/packets/packing.pyx",
+        "stand/gpu/packets/packing.pxi",
         "for node in range(support_ids.shape[0] if width else 0):",
         "0 -> 1",
     ): "nothing is copied of a law without a width",
     (
-        "stand/gpu/packets/packing.pyx",
+        "stand/gpu/packets/packing.pxi",
         "cdef int64_t splits = max(row_items // max(tiles, 1), 1)",
         "max -> its argument 1 #2",
     ): "every row that is given has a tile",
@@ -239,7 +239,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "0 -> 1",
     ): "no tile needs a single byte",
     (
-        "stand/gpu/packets/packing.pyx",
+        "stand/gpu/packets/packing.pxi",
         "for node in range(1, count):",
         "1 -> 0",
         2,

@@ -148,7 +148,7 @@ TARGETS = (
         (
             *("stand/forward/latent_keys.py", "stand/forward/attention_shape.py", "stand/gpu/kernel_attention.py"),
             *("stand/gpu/device_cache.py", "stand/gpu/tuning/attention_tiles.py"),
-            *(f"stand/gpu/packets/{name}" for name in ("work_list.py", "packing.pyx")),
+            *(f"stand/gpu/packets/{name}" for name in ("work_list.py", "packing.pxi")),
         ),
         (
             *_tests("engine", "latent_keys", "reused_keys"),

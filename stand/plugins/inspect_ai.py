@@ -7,12 +7,12 @@ run: each begins when it comes and a place is free.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from stand.extra import missing_package
+from stand.plugins.logprob_places import Place, bytes_of, places_of
 from stand.plugins.open_runs import OpenRuns
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.trees import BlendedLookup
@@ -168,7 +168,7 @@ class StandAPI(ModelAPI):
 
     def _output(self, answer: Trajectory) -> ModelOutput:
         message = ChatMessageAssistant(content=answer.text, model=self.model_name, source="generate")
-        logprobs = None if answer.logprobs is None else _logprobs(_places(self._text_of, answer))
+        logprobs = None if answer.logprobs is None else _logprobs(places_of(answer, self._text_of))
         num_new, seconds = len(answer.token_ids), answer.ended - answer.started
         reason = STOP_REASONS[answer.finish_reason]
         return ModelOutput(
@@ -217,26 +217,9 @@ def _settings(config: GenerateConfig) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _places(decoded: Callable[[int], str], answer: Trajectory) -> list[list[tuple[str, float]]]:
-    """For each new token: text and log-probability of its own, then of the likeliest tokens there."""
-    found = answer.logprobs
-    own = zip(answer.token_ids, found.of_tokens.tolist(), strict=True)
-    others = (zip(*pair, strict=True) for pair in zip(found.top_ids.tolist(), found.top.tolist(), strict=True))
-    return [
-        [(decoded(token), value) for token, value in (first, *rest)] for first, rest in zip(own, others, strict=True)
-    ]
-
-
-def _logprobs(places: list[list[tuple[str, float]]]) -> Logprobs:
+def _logprobs(places: list[Place]) -> Logprobs:
     made = []
     for (token, value), *others in places:
-        top = [TopLogprob(token=other, logprob=likely, bytes=_bytes(other)) for other, likely in others]
-        made.append(Logprob(token=token, logprob=value, bytes=_bytes(token), top_logprobs=top or None))
+        top = [TopLogprob(token=other, logprob=likely, bytes=bytes_of(other)) for other, likely in others]
+        made.append(Logprob(token=token, logprob=value, bytes=bytes_of(token), top_logprobs=top or None))
     return Logprobs(content=made)
-
-
-def _bytes(text: str) -> list[int] | None:
-    """Of a token's text; None where it is a part of a character, which its text does not tell."""
-    from stand.texts.pieces import UNFINISHED  # here, because it loads torch
-
-    return None if UNFINISHED in text else list(text.encode())

@@ -93,4 +93,6 @@ class OpenRuns:
 
 
 def _frozen(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, (str, int, float)):
+        return value
+    return tuple(value) if isinstance(value, (list, tuple)) else value.to_json_string()  # of a `GenerationConfig`

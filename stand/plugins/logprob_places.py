@@ -1,0 +1,28 @@
+"""Log-probabilities of an answer, place by place, as harnesses and clients have them: texts and bytes of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # they load torch
+    from stand.scheduling.request import Trajectory
+
+Place = list[tuple[str, float]]  # text and log-probability: of the token that was drawn, then of the likeliest ones
+
+
+def places_of(answer: Trajectory, text_of: Callable[[int], str]) -> list[Place]:
+    """One of each new token. text_of: a token's text."""
+    found = answer.logprobs
+    own = zip(answer.token_ids, found.of_tokens.tolist(), strict=True)
+    others = (zip(*pair, strict=True) for pair in zip(found.top_ids.tolist(), found.top.tolist(), strict=True))
+    return [
+        [(text_of(token), value) for token, value in (first, *rest)] for first, rest in zip(own, others, strict=True)
+    ]
+
+
+def bytes_of(text: str) -> list[int] | None:
+    """Of a token's text; None where it is a part of a character, which its text does not tell."""
+    from stand.texts.pieces import UNFINISHED
+
+    return None if UNFINISHED in text else list(text.encode())

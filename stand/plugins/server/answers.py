@@ -1,0 +1,181 @@
+"""What decodes the requests of a server: in place of transformers' generation managers, open runs of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from transformers import GenerationConfig
+
+from stand.engine import Engine
+from stand.extra import missing_package
+from stand.plugins.open_runs import OpenRuns
+from stand.plugins.server.asked import Asked
+from stand.scheduling.arrivals import OnTokens
+from stand.scheduling.request import Trajectory
+
+try:
+    from transformers.cli.serving.utils import (
+        BaseGenerateManager,
+        DirectStreamer,
+        GenerationState,
+        _GenerationCancelled,
+        _StreamError,
+    )
+except ModuleNotFoundError as error:
+    raise missing_package(error, "fastapi", asker="stand.plugins.server", install='"transformers[serving]"') from error
+
+ASKED = "_asked_of_stand"  # a request's `Asked`, beside its settings
+
+
+class Answers(BaseGenerateManager):
+    """Of one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_rows: int,
+        seed: int | None = None,
+        draft: bool = True,
+        thoughts_end: str | None = None,
+    ):
+        """num_rows: that are decoded together at most. draft: False for ordinary decoding. thoughts_end: text behind
+        which answers by a schema begin. Raises ValueError where that is no text of the tokenizer."""
+        self.engine, self._draft, self._thoughts_end = engine, draft, thoughts_end
+        self._runs = OpenRuns(engine, num_rows=num_rows, seed=seed)
+        self._json_answers = None
+        if thoughts_end is not None:
+            self._begin_json()
+
+    def submit(
+        self, inputs: Mapping[str, object], config: GenerationConfig, *, on_tokens: OnTokens | None = None
+    ) -> Future[list[Trajectory]]:
+        """inputs: one prompt, as a tokenizer or a processor gives it."""
+        asked: Asked = getattr(config, ASKED)
+        law = copy.deepcopy(config)
+        delattr(law, ASKED)
+        limit, stop = law.max_new_tokens, law.stop_strings
+        law.max_new_tokens = law.stop_strings = None
+        settings = {
+            "generation_config": law, "num_return_sequences": asked.count, "max_new_tokens": limit, "stop": stop,
+            "seed": asked.seed, "logprobs": asked.logprobs, "draft": None if self._draft else False,
+        }  # fmt: skip
+        processors = None if asked.schema is None else partial(self._processors, asked.schema)
+        return self._runs.submit(
+            inputs, settings, processors=processors, of_processors=asked.schema, on_tokens=on_tokens
+        )
+
+    async def answers(self, inputs: Mapping[str, object], config: GenerationConfig) -> list[Trajectory]:
+        """All of a request."""
+        return await asyncio.wrap_future(await asyncio.to_thread(self.submit, inputs, config))
+
+    def generate_streaming(
+        self,
+        model: object,
+        processor: object,
+        inputs: Mapping[str, object],
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: object = None,
+    ) -> tuple[asyncio.Queue, DirectStreamer]:
+        """As transformers' managers: texts go to the queue, None behind the last one. When it comes, `max_new_tokens`
+        of the settings tells whether the answer has met its limit."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        streamer = DirectStreamer(tokenizer, loop, queue, response_parser=response_parser)
+        streamer.put(inputs["input_ids"])  # the prompt, which it leaves out
+
+        def end(future: Future[list[Trajectory]]) -> None:
+            failure = None if future.cancelled() else future.exception()
+            if failure is None and not future.cancelled():
+                set_limit(gen_config, future.result()[0])
+                streamer.end()
+            elif failure is not None and not isinstance(failure, _GenerationCancelled):
+                fail(failure)
+
+        def fail(failure: BaseException) -> None:
+            told = json.dumps(str(failure))[1:-1]  # transformers puts it between quotes
+            loop.call_soon_threadsafe(queue.put_nowait, _StreamError(told))
+
+        def begin() -> None:
+            try:
+                tell = partial(_show, streamer)
+                self.submit(inputs, gen_config, on_tokens=tell).add_done_callback(end)
+            except Exception as failure:  # of settings that do not fit; who reads the stream is told
+                fail(failure)
+
+        loop.run_in_executor(None, begin)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self,
+        model: object,
+        processor: object,
+        inputs: Mapping[str, object],
+        gen_config: GenerationConfig,
+        request_id: str,
+    ) -> tuple[str, int, torch.Tensor]:
+        """As transformers' managers, the first answer's."""
+        answer = (await self.answers(inputs, gen_config))[0]
+        return await Ready(answer).generate_non_streaming(model, processor, inputs, gen_config, request_id)
+
+    def stop(self) -> None:
+        """End what is decoded, and take nothing more."""
+        self._runs.close(cancel=True)
+
+    def _processors(self, schema: str) -> list:
+        self._begin_json()
+        return [self._json_answers.processor(schema)]
+
+    def _begin_json(self) -> None:
+        if self._json_answers is None:
+            from stand.plugins.json_answers import JsonAnswers  # here, because it needs xgrammar
+
+            self._json_answers = JsonAnswers(self.engine, thoughts_end=self._thoughts_end)
+
+
+class Ready:
+    """In the place of a manager: an answer that is there."""
+
+    def __init__(self, answer: Trajectory):
+        self._answer = answer
+
+    async def generate_non_streaming(
+        self,
+        model: object,
+        processor: object,
+        inputs: Mapping[str, object],
+        gen_config: GenerationConfig,
+        request_id: str,
+    ) -> tuple[str, int, torch.Tensor]:
+        """Text, number of prompt tokens, new tokens."""
+        token_ids = torch.tensor(self._answer.token_ids)
+        set_limit(gen_config, self._answer)
+        text = processor.decode(token_ids, skip_special_tokens=True)
+        return text, self._answer.num_prompt_tokens, token_ids
+
+
+class OneManager(GenerationState):
+    """What transformers' handlers ask for a manager."""
+
+    def __init__(self, manager: BaseGenerateManager):
+        super().__init__()
+        self._manager = manager
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        return self._manager
+
+
+def set_limit(config: GenerationConfig, answer: Trajectory) -> None:
+    """Where transformers' handlers look whether an answer has met its limit."""
+    config.max_new_tokens = len(answer.token_ids) if answer.finish_reason in ("length", "time") else None
+
+
+def _show(streamer: DirectStreamer, row: int, token_ids: list[int]) -> None:
+    streamer.put(torch.tensor(token_ids))

@@ -1,0 +1,80 @@
+"""What a request's body asks beside transformers' settings, and the refusal of what would be ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+NEUTRAL = {  # values by which a field asks for nothing
+    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("auto",),
+    "functions": ([],), "modalities": (["text"],), "prediction": (), "presence_penalty": (0,), "reasoning_effort": (),
+    "suffix": ("",), "tool_choice": ("auto",), "web_search_options": (),
+}  # fmt: skip
+OF_THE_CLIENT = frozenset({"metadata", "parallel_tool_calls", "service_tier", "store", "stream_options", "user"})
+ADDED = ("top_k", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, by the names that vLLM takes
+ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """count: answers. seed: of the run that decodes it. logprobs: likeliest tokens per place, None for none. schema: of
+    the answer, as JSON."""
+
+    count: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    schema: str | None = None
+
+    @classmethod
+    def of(cls, body: Mapping[str, object]) -> Asked:
+        """Raises ValueError for what does not fit, also where answers are streamed."""
+        count = _whole(body, "n", 1)
+        given = body.get("logprobs")
+        if isinstance(given, bool) or given is None:  # a chat's
+            logprobs = _whole(body, "top_logprobs", 0) if given else None
+            if not given and body.get("top_logprobs"):
+                raise ValueError(f"top_logprobs needs logprobs=true, got {body['top_logprobs']!r} alone; give both")
+        else:
+            logprobs = _whole(body, "logprobs", 0)
+        if body.get("stream") and (count > 1 or logprobs is not None):
+            raise ValueError(
+                f"a streamed answer must be one, without log-probabilities, got n={count} and logprobs={given!r}; "
+                "leave stream out"
+            )
+        return cls(count, _whole(body, "seed", None), logprobs, _schema(body.get("response_format")))
+
+
+def check_fields(body: Mapping[str, object], known: Collection[str]) -> None:
+    """Raises ValueError for fields that are not `known`, and for such as would be ignored."""
+    unknown = sorted(set(body) - set(known) - set(ADDED))
+    if unknown:
+        raise ValueError(f"a request must have fields of its endpoint, got {', '.join(unknown)} too; leave them out")
+    for name, neutral in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and value not in neutral:
+            raise ValueError(f"{name} must be left out, got {value!r:.80}; this server does not serve it")
+
+
+def _whole(body: Mapping[str, object], name: str, default: int | None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r:.80}; leave it out for the default")
+    return value
+
+
+def _schema(response_format: object) -> str | None:
+    """Of `response_format`, as JSON."""
+    if response_format is None or response_format == {"type": "text"}:
+        return None
+    if response_format == {"type": "json_object"}:
+        return ANY_OBJECT
+    try:
+        return json.dumps(response_format["json_schema"]["schema"])
+    except (KeyError, TypeError):
+        raise ValueError(
+            "response_format must be of type text, json_object, or json_schema with a schema in it, got "
+            f"{response_format!r:.80}; see OpenAI's reference"
+        ) from None

@@ -1,0 +1,178 @@
+"""The endpoints of chats and completions: transformers' own, which also read tools and thoughts out of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import torch
+from fastapi.responses import JSONResponse
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+
+from stand.plugins.logprob_places import bytes_of, places_of
+from stand.plugins.server.answers import ASKED, Answers, Ready
+from stand.plugins.server.asked import ADDED, OF_THE_CLIENT, Asked, check_fields
+from stand.scheduling.request import Trajectory
+
+Body = dict[str, object]
+
+
+class _Checked:
+    """Before a handler of transformers: what it would ignore is refused, several answers and log-probabilities are
+    given, and a temperature above 0 switches sampling on, as in `Engine.generate`."""
+
+    def _validate_request(self, body: Body) -> None:
+        known = set(getattr(self._valid_params_class, "__mutable_keys__", ())) | OF_THE_CLIENT
+        check_fields(body, known)
+        Asked.of(body)
+
+    def _build_generation_config(
+        self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
+    ) -> GenerationConfig:
+        given = {name: value for name, value in body.items() if name != "seed"}  # else transformers would seed torch
+        limit = given.pop("max_completion_tokens", None)
+        limit = given.pop("max_tokens", None) if limit is None else limit
+        config = super()._build_generation_config(given, model_generation_config, use_cb=use_cb)
+        for name in ADDED:
+            if body.get(name) is not None:
+                setattr(config, name, body[name])
+        if (body.get("temperature") or 0) > 0:
+            config.do_sample = True
+        if body.get("generation_config") is None or limit is not None:
+            config.max_new_tokens = limit  # None: as many as the context holds
+        setattr(config, ASKED, Asked.of(body))
+        return config
+
+    async def _non_streaming(
+        self,
+        request_id: str,
+        model: object,
+        processor: object,
+        model_id: str,
+        inputs: Mapping[str, object],
+        gen_config: GenerationConfig,
+        gen_manager: Answers,
+        *more: object,
+        **beside: object,
+    ) -> JSONResponse:
+        answers = await gen_manager.answers(inputs, gen_config)
+        made: list[Body] = []
+        for answer in answers:
+            own = copy.deepcopy(gen_config)
+            of_one = super()._non_streaming
+            response = await of_one(request_id, model, processor, model_id, inputs, own, Ready(answer), *more, **beside)
+            made.append(json.loads(response.body))
+        tokenizer = getattr(processor, "tokenizer", processor)
+        return JSONResponse(_joined(made, answers, _texts_of(tokenizer), self._logprobs))
+
+
+class ChatHandler(_Checked, ChatCompletionHandler):
+    """/v1/chat/completions"""
+
+    @staticmethod
+    def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
+        return {
+            "content": [
+                {**_entry(*own), "top_logprobs": [_entry(*other) for other in others]}
+                for own, *others in places_of(answer, text_of)
+            ]
+        }
+
+
+class TextHandler(_Checked, CompletionHandler):
+    """/v1/completions: one prompt or several, texts or token ids."""
+
+    async def handle_request(self, body: Body, request_id: str) -> object:
+        prompts = _prompts(body.get("prompt"))
+        if len(prompts) == 1 and isinstance(prompts[0], str):
+            return await super().handle_request({**body, "prompt": prompts[0]}, request_id)
+        if body.get("stream"):
+            raise ValueError(f"a streamed answer must be of one text, got {len(prompts)} prompts; leave stream out")
+        self._validate_request({**body, "prompt": ""})
+        answered = [self._answered({**body}, prompt, request_id) for prompt in prompts]
+        made = [json.loads(response.body) for response in await asyncio.gather(*answered)]
+        return JSONResponse(_of_prompts(made))
+
+    async def _answered(self, body: Body, prompt: str | list[int], request_id: str) -> JSONResponse:
+        model_id, model, processor = self._resolve_model(body)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _ids(prompt)
+        config = self._build_generation_config(body, model.generation_config)
+        manager = self.generation_state.get_manager(model_id)
+        return await self._non_streaming(request_id, model, processor, model_id, inputs, config, manager)
+
+    @staticmethod
+    def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
+        places = places_of(answer, text_of)
+        texts = [own[0] for own, *_ in places]
+        return {
+            "tokens": texts,
+            "token_logprobs": [own[1] for own, *_ in places],
+            "top_logprobs": [dict(others) for _, *others in places],
+            "text_offset": [len("".join(texts[:place])) for place in range(len(texts))],
+        }
+
+
+def _joined(
+    made: list[Body],
+    answers: list[Trajectory],
+    text_of: Callable[[int], str],
+    logprobs: Callable[[Trajectory, Callable[[int], str]], Body],
+) -> Body:
+    """The answers of one prompt in one body. What drafts were worth is where OpenAI tells it of its predictions."""
+    choices = [{**body["choices"][0], "index": place} for place, body in enumerate(made)]
+    for choice, answer in zip(choices, answers, strict=True):
+        if answer.logprobs is not None:
+            choice["logprobs"] = logprobs(answer, text_of)
+    num_new, num_steps = (sum(map(count, answers)) for count in (lambda one: len(one.token_ids), _num_steps))
+    num_prompt, accepted = answers[0].num_prompt_tokens, num_new - num_steps
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(one.num_draft_tokens for one in answers) - accepted,
+        },
+    }
+    return {**made[0], "choices": choices, "usage": usage}
+
+
+def _of_prompts(made: list[Body]) -> Body:
+    """The bodies of several prompts in one."""
+    choices = [choice for body in made for choice in body["choices"]]
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    usage = {name: sum(body["usage"][name] for body in made) for name in names}
+    return {**made[0], "choices": [{**one, "index": place} for place, one in enumerate(choices)], "usage": usage}
+
+
+def _num_steps(answer: Trajectory) -> int:
+    return answer.num_steps
+
+
+@lru_cache(maxsize=4)
+def _texts_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    return lru_cache(maxsize=1 << 16)(lambda token: tokenizer.decode([token]))
+
+
+def _entry(text: str, value: float) -> Body:
+    return {"token": text, "logprob": value, "bytes": bytes_of(text)}
+
+
+def _prompts(given: object) -> list[str | list[int]]:
+    """Raises ValueError for what is neither texts nor token ids."""
+    listed = given if isinstance(given, list) else [given]
+    if listed and all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+        listed = [listed]
+    if not listed or not all(isinstance(one, (str, list)) for one in listed):
+        raise ValueError(f"prompt must be a text or token ids, or several, got {given!r:.80}; see OpenAI's reference")
+    return listed
+
+
+def _ids(prompt: list[int]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([prompt])}

@@ -41,6 +41,10 @@ def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dic
     async def refuse(request: Request, error: ValueError) -> JSONResponse:
         return _error(400, str(error))
 
+    @app.exception_handler(Exception)
+    async def tell(request: Request, error: Exception) -> JSONResponse:
+        return _error(500, f"{type(error).__name__}: {error}")
+
     @app.exception_handler(HTTPException)
     async def pass_on(request: Request, error: HTTPException) -> JSONResponse:
         return _error(error.status_code, str(error.detail))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -75,43 +76,17 @@ class Answers(BaseGenerateManager):
         """All of a request."""
         return await asyncio.wrap_future(await asyncio.to_thread(self.submit, inputs, config))
 
-    def generate_streaming(
-        self,
-        model: object,
-        processor: object,
-        inputs: Mapping[str, object],
-        gen_config: GenerationConfig,
-        request_id: str,
-        response_parser: object = None,
-    ) -> tuple[asyncio.Queue, DirectStreamer]:
-        """As transformers' managers: texts go to the queue, None behind the last one. When it comes, `max_new_tokens`
-        of the settings tells whether the answer has met its limit."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
-        streamer = DirectStreamer(tokenizer, loop, queue, response_parser=response_parser)
-        streamer.put(inputs["input_ids"])  # the prompt, which it leaves out
+    async def begun(self, inputs: Mapping[str, object], config: GenerationConfig) -> TokenStream:
+        """The tokens of one answer as they come, once there are some. Raises what the request is refused by."""
+        stream = TokenStream(asyncio.get_running_loop())
+        future = await asyncio.to_thread(self.submit, inputs, config, on_tokens=stream.add)
+        future.add_done_callback(stream.end)
+        await stream.begun
+        return stream
 
-        def end(future: Future[list[Trajectory]]) -> None:
-            failure = None if future.cancelled() else future.exception()
-            if failure is None and not future.cancelled():
-                set_limit(gen_config, future.result()[0])
-                streamer.end()
-            elif failure is not None and not isinstance(failure, _GenerationCancelled):
-                fail(failure)
-
-        def fail(failure: BaseException) -> None:
-            told = json.dumps(str(failure))[1:-1]  # transformers puts it between quotes
-            loop.call_soon_threadsafe(queue.put_nowait, _StreamError(told))
-
-        def begin() -> None:
-            try:
-                tell = partial(_show, streamer)
-                self.submit(inputs, gen_config, on_tokens=tell).add_done_callback(end)
-            except Exception as failure:  # of settings that do not fit; who reads the stream is told
-                fail(failure)
-
-        loop.run_in_executor(None, begin)
-        return queue, streamer
+    def generate_streaming(self, *given: object, **named: object) -> None:
+        """Handlers ask a `Begun` instead."""
+        raise NotImplementedError
 
     async def generate_non_streaming(
         self,
@@ -138,6 +113,89 @@ class Answers(BaseGenerateManager):
             from stand.plugins.json_answers import JsonAnswers  # here, because it needs xgrammar
 
             self._json_answers = JsonAnswers(self.engine, thoughts_end=self._thoughts_end)
+
+
+class TokenStream:
+    """Tokens of one answer, which wait until somebody shows them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting: list[list[int]] = []
+        self._show: Callable[[list[int]], None] | None = None
+        self._end: Callable[[Future], None] | None = None
+        self._ended: Future | None = None
+        self.begun: asyncio.Future = loop.create_future()  # done with the first tokens; what came instead is raised
+
+    def add(self, row: int, token_ids: list[int]) -> None:
+        """Raises what showing them raises."""
+        with self._lock:
+            if self._show is None:
+                self._waiting.append(token_ids)
+            else:
+                self._show(token_ids)
+        self._loop.call_soon_threadsafe(self._begin, None)
+
+    def end(self, future: Future) -> None:
+        with self._lock:
+            self._ended = future
+            if self._end is not None:
+                self._end(future)
+        self._loop.call_soon_threadsafe(self._begin, future)
+
+    def show(self, show: Callable[[list[int]], None], end: Callable[[Future], None]) -> None:
+        """show: called with what waits, and with what comes. end: with the future of the answer, when it is done."""
+        with self._lock:
+            for token_ids in self._waiting:
+                show(token_ids)
+            self._show, self._end = show, end
+            if self._ended is not None:
+                end(self._ended)
+
+    def _begin(self, future: Future | None) -> None:
+        if self.begun.done():
+            return
+        failure = None if future is None or future.cancelled() else future.exception()
+        if failure is None:
+            self.begun.set_result(None)
+        else:
+            self.begun.set_exception(failure)
+
+
+class Begun:
+    """In the place of a manager: an answer that is coming."""
+
+    def __init__(self, stream: TokenStream):
+        self._stream = stream
+
+    def generate_streaming(
+        self,
+        model: object,
+        processor: object,
+        inputs: Mapping[str, object],
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: object = None,
+    ) -> tuple[asyncio.Queue, DirectStreamer]:
+        """As transformers' managers: texts go to the queue, None behind the last one. When it comes, `max_new_tokens`
+        of the settings tells whether the answer has met its limit."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        streamer = DirectStreamer(tokenizer, loop, queue, response_parser=response_parser)
+        streamer.put(inputs["input_ids"])  # the prompt, which it leaves out
+
+        def end(future: Future[list[Trajectory]]) -> None:
+            failure = None if future.cancelled() else future.exception()
+            if failure is None:
+                if not future.cancelled():
+                    set_limit(gen_config, future.result()[0])
+                streamer.end()
+            elif not isinstance(failure, _GenerationCancelled):
+                told = json.dumps(str(failure))[1:-1]  # transformers puts it between quotes
+                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(told))
+
+        self._stream.show(lambda token_ids: streamer.put(torch.tensor(token_ids)), end)
+        return queue, streamer
 
 
 class Ready:
@@ -175,7 +233,3 @@ class OneManager(GenerationState):
 def set_limit(config: GenerationConfig, answer: Trajectory) -> None:
     """Where transformers' handlers look whether an answer has met its limit."""
     config.max_new_tokens = len(answer.token_ids) if answer.finish_reason in ("length", "time") else None
-
-
-def _show(streamer: DirectStreamer, row: int, token_ids: list[int]) -> None:
-    streamer.put(torch.tensor(token_ids))

@@ -6,13 +6,24 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-NEUTRAL = {  # values by which a field asks for nothing
-    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("auto",),
-    "functions": ([],), "modalities": (["text"],), "prediction": (), "presence_penalty": (0,), "reasoning_effort": (),
-    "suffix": ("",), "tool_choice": ("auto",), "web_search_options": (),
-}  # fmt: skip
-OF_THE_CLIENT = frozenset({"metadata", "parallel_tool_calls", "service_tier", "store", "stream_options", "user"})
 ADDED = ("top_k", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, by the names that vLLM takes
+SERVED = frozenset({
+    "model", "temperature", "top_p", "max_tokens", "stop", "seed", "stream", "n", "logprobs", "logit_bias",
+    "generation_config", *ADDED,
+})  # fmt: skip
+OF_CHATS = SERVED | {
+    "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "chat_template_kwargs",
+}  # fmt: skip
+OF_TEXTS = SERVED | {"prompt"}
+OF_THE_CLIENT = frozenset({  # no answer depends on them
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "stream_options", "user",
+})  # fmt: skip
+NEUTRAL = {  # values by which a field asks for nothing
+    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("auto",), "functions": ([],),
+    "modalities": (["text"],), "parallel_tool_calls": (True,), "presence_penalty": (0,), "suffix": ("",),
+    "tool_choice": ("auto",),
+}  # fmt: skip
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -45,14 +56,11 @@ class Asked:
         return cls(count, _whole(body, "seed", None), logprobs, _schema(body.get("response_format")))
 
 
-def check_fields(body: Mapping[str, object], known: Collection[str]) -> None:
-    """Raises ValueError for fields that are not `known`, and for such as would be ignored."""
-    unknown = sorted(set(body) - set(known) - set(ADDED))
-    if unknown:
-        raise ValueError(f"a request must have fields of its endpoint, got {', '.join(unknown)} too; leave them out")
-    for name, neutral in NEUTRAL.items():
-        value = body.get(name)
-        if value is not None and value not in neutral:
+def check_fields(body: Mapping[str, object], served: Collection[str]) -> None:
+    """Raises ValueError for a field that would be ignored."""
+    for name, value in body.items():
+        is_free = name in served or name in OF_THE_CLIENT or value is None
+        if not is_free and value not in NEUTRAL.get(name, ()):
             raise ValueError(f"{name} must be left out, got {value!r:.80}; this server does not serve it")
 
 

@@ -7,16 +7,17 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from inspect import isawaitable
 
 import torch
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 
 from stand.plugins.logprob_places import bytes_of, places_of
-from stand.plugins.server.answers import ASKED, Answers, Ready
-from stand.plugins.server.asked import ADDED, OF_THE_CLIENT, Asked, check_fields
+from stand.plugins.server.answers import ASKED, Answers, Begun, Ready
+from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_fields
 from stand.scheduling.request import Trajectory
 
 Body = dict[str, object]
@@ -27,14 +28,15 @@ class _Checked:
     given, and a temperature above 0 switches sampling on, as in `Engine.generate`."""
 
     def _validate_request(self, body: Body) -> None:
-        known = set(getattr(self._valid_params_class, "__mutable_keys__", ())) | OF_THE_CLIENT
-        check_fields(body, known)
+        check_fields(body, self._served)
         Asked.of(body)
 
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
     ) -> GenerationConfig:
         given = {name: value for name, value in body.items() if name != "seed"}  # else transformers would seed torch
+        if given.get("logit_bias") is not None:  # transformers wants floats
+            given["logit_bias"] = {token: float(bias) for token, bias in given["logit_bias"].items()}
         limit = given.pop("max_completion_tokens", None)
         limit = given.pop("max_tokens", None) if limit is None else limit
         config = super()._build_generation_config(given, model_generation_config, use_cb=use_cb)
@@ -47,6 +49,26 @@ class _Checked:
             config.max_new_tokens = limit  # None: as many as the context holds
         setattr(config, ASKED, Asked.of(body))
         return config
+
+    async def handle_request(self, body: Body, request_id: str) -> object:
+        response = await super().handle_request(body, request_id)
+        return await response if isawaitable(response) else response  # a stream, see below
+
+    async def _streaming(
+        self,
+        request_id: str,
+        model: object,
+        processor: object,
+        model_id: str,
+        inputs: Mapping[str, object],
+        gen_config: GenerationConfig,
+        gen_manager: Answers,
+        *more: object,
+        **beside: object,
+    ) -> StreamingResponse:
+        """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
+        begun = Begun(await gen_manager.begun(inputs, gen_config))
+        return super()._streaming(request_id, model, processor, model_id, inputs, gen_config, begun, *more, **beside)
 
     async def _non_streaming(
         self,
@@ -74,6 +96,8 @@ class _Checked:
 class ChatHandler(_Checked, ChatCompletionHandler):
     """/v1/chat/completions"""
 
+    _served = OF_CHATS
+
     @staticmethod
     def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
         return {
@@ -86,6 +110,8 @@ class ChatHandler(_Checked, ChatCompletionHandler):
 
 class TextHandler(_Checked, CompletionHandler):
     """/v1/completions: one prompt or several, texts or token ids."""
+
+    _served = OF_TEXTS
 
     async def handle_request(self, body: Body, request_id: str) -> object:
         prompts = _prompts(body.get("prompt"))
@@ -167,7 +193,7 @@ def _entry(text: str, value: float) -> Body:
 def _prompts(given: object) -> list[str | list[int]]:
     """Raises ValueError for what is neither texts nor token ids."""
     listed = given if isinstance(given, list) else [given]
-    if listed and all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+    if isinstance(given, list) and given and all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
         listed = [listed]
     if not listed or not all(isinstance(one, (str, list)) for one in listed):
         raise ValueError(f"prompt must be a text or token ids, or several, got {given!r:.80}; see OpenAI's reference")

@@ -1,0 +1,387 @@
+"""The server for OpenAI's clients: their own client, a real server on this machine, and a tiny model."""
+
+import asyncio
+import copy
+import json
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from grammar_cases import grammar_tokenizer
+from letter_tokenizer import letter_tokenizer
+from tiny_models import tiny_model
+
+import stand
+from stand.plugins import json_answers
+from stand.plugins.open_runs import OpenRuns
+
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+import openai
+import uvicorn
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
+from transformers import GenerationConfig
+from transformers.cli.serving.model_manager import ModelManager
+
+from stand.plugins.server import __main__ as command
+from stand.plugins.server.answers import ASKED, Answers, Begun
+from stand.plugins.server.asked import NEUTRAL, OF_CHATS, OF_TEXTS, OF_THE_CLIENT, Asked, check_fields
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+class Served:
+    """A server in a thread."""
+
+    def __init__(self, folder, tokenizer, model, **settings):
+        tokenizer.chat_template = TEMPLATE
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        self.name = str(folder)
+        models = ModelManager(device="cpu", force_model=self.name)
+        self.model, self.tokenizer = models.load_model_and_processor(self.name)
+        self.answers = Answers(stand.wrap(self.model, self.tokenizer, verifier="match"), **settings)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        app = command.new_app(self.answers, models)
+        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def chat(self, text: str, **settings) -> object:
+        messages = [{"role": "user", "content": text}]
+        return self.client.chat.completions.create(model=self.name, messages=messages, **settings)
+
+    def text(self, prompt: object, **settings) -> object:
+        return self.client.completions.create(model=self.name, prompt=prompt, **settings)
+
+    def coming_seed(self, seed: int) -> int:
+        """Of a run that is opened now, for a request with this seed."""
+        return seed + self.answers._runs._num_opened
+
+    def alone(self, prompt: object, **settings) -> stand.GenerationOutput:
+        """What a fresh engine answers."""
+        engine = stand.wrap(self.model, self.tokenizer, verifier="match")
+        given = {"input_ids": prompt} if isinstance(prompt, list) else {"prompts": prompt}
+        return engine.generate(**given, **settings)
+
+    def end(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    torch.manual_seed(0)
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    served = Served(tmp_path_factory.mktemp("letters"), letter_tokenizer(), model, num_rows=4, seed=11)
+    yield served
+    served.end()
+
+
+def test_a_greedy_chat_is_the_engines(letters):
+    for limit in (5, 200):
+        alone = letters.alone("ABC", max_new_tokens=limit, temperature=0.0)
+        answer = letters.chat("ABC", max_tokens=limit, temperature=0)
+        (choice,) = answer.choices
+        assert choice.message.content == alone.texts[0] and choice.message.role == "assistant"
+        assert choice.finish_reason == {"length": "length", "eos": "stop"}[alone.finish_reasons[0]]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, len(alone.token_ids[0]))
+        details = answer.usage.completion_tokens_details
+        assert 0 <= details.accepted_prediction_tokens < len(alone.token_ids[0])
+        assert details.rejected_prediction_tokens >= 0
+    assert letters.client.models.list().data[0].id == letters.name
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_answers_end_where_they_are_told_to(letters, name):
+    answer = letters.chat("ABC", temperature=0, **{name: 3})
+    assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
+    whole = letters.alone("HIHI", max_new_tokens=60, temperature=0.0, stop_token_ids=[]).texts[0]
+    stop = whole[4:6]
+    found = letters.alone("HIHI", max_new_tokens=60, temperature=0.0, stop=stop)
+    answer = letters.chat("HIHI", temperature=0, stop=[stop], **{name: 60})
+    assert answer.choices[0].message.content == found.texts[0] and found.finish_reasons == ["stop"]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_without_a_limit_an_answer_may_fill_the_context(letters):
+    alone = letters.alone("QRS", temperature=0.9, seed=letters.coming_seed(5))
+    assert len(alone.token_ids[0]) > 50
+    assert letters.text("QRS", temperature=0.9, seed=5).usage.completion_tokens == len(alone.token_ids[0])
+
+
+def test_several_answers_with_log_probabilities(letters):
+    """Sampled though the model's own configuration does not say so."""
+    settings = {"temperature": 0.7, "top_p": 0.9, "seed": 21}
+    coming = {**settings, "seed": letters.coming_seed(21)}
+    alone = letters.alone("ABC", max_new_tokens=9, num_return_sequences=3, logprobs=2, **coming)
+    answer = letters.chat("ABC", max_tokens=9, n=3, logprobs=True, top_logprobs=2, **settings)
+    assert [choice.message.content for choice in answer.choices] == alone.texts
+    assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(set(alone.texts)) == 3
+    assert answer.usage.completion_tokens == sum(map(len, alone.token_ids)) and answer.usage.prompt_tokens == 3
+    for row, choice in enumerate(answer.choices):
+        places, found = choice.logprobs.content, alone.logprobs[row]
+        assert [place.token for place in places] == [
+            letters.tokenizer.decode([token]) for token in alone.token_ids[row]
+        ]
+        assert np.allclose([place.logprob for place in places], found.of_tokens, atol=1e-4)
+        assert [bytes(place.bytes).decode() for place in places] == [place.token for place in places]
+        likely = [[other.logprob for other in place.top_logprobs] for place in places]
+        assert np.allclose(likely, found.top, atol=1e-4)
+
+
+def test_texts_and_token_ids_are_completed_together(letters):
+    wanted = [
+        letters.alone(prompt, max_new_tokens=6, temperature=0.0, num_return_sequences=2, logprobs=1)
+        for prompt in ("ABC", [5, 9, 11])
+    ]
+    texts = letters.text(["ABC", "ABC"], max_tokens=6, temperature=0, n=2, logprobs=1)
+    ids = letters.text([[5, 9, 11]], max_tokens=6, temperature=0, n=2)
+    assert [choice.text for choice in texts.choices] == wanted[0].texts * 2
+    assert [choice.text for choice in letters.text([5, 9, 11], max_tokens=6, temperature=0).choices] == wanted[1].texts[
+        :1
+    ]
+    assert [choice.text for choice in ids.choices] == wanted[1].texts
+    assert [choice.index for choice in texts.choices] == [0, 1, 2, 3] and texts.usage.prompt_tokens == 6
+    assert texts.usage.completion_tokens == 2 * sum(map(len, wanted[0].token_ids))
+    found = texts.choices[0].logprobs
+    assert found.tokens == [letters.tokenizer.decode([token]) for token in wanted[0].token_ids[0]]
+    assert np.allclose(found.token_logprobs, wanted[0].logprobs[0].of_tokens, atol=1e-4)
+    assert [list(likely.values())[0] for likely in found.top_logprobs] == pytest.approx(found.token_logprobs, abs=1e-4)
+    assert found.text_offset == list(range(len(found.tokens)))
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_pieces_of_a_stream_are_the_answer(letters, is_chat):
+    settings = {"max_tokens": 30, "temperature": 0}
+    if is_chat:
+        whole, chunks = letters.chat("ABC", **settings), list(letters.chat("ABC", stream=True, **settings))
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        wanted = whole.choices[0].message.content
+    else:
+        whole, chunks = letters.text("ABC", **settings), list(letters.text("ABC", stream=True, **settings))
+        pieces = [chunk.choices[0].text for chunk in chunks]
+        wanted = whole.choices[0].text
+    assert "".join(pieces) == wanted and len([piece for piece in pieces if piece]) > 3
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_stream_that_is_refused_does_not_begin(letters):
+    with pytest.raises(openai.BadRequestError, match="must fit into the model's context of 512 tokens, got 3 \\+ 4000"):
+        letters.chat("ABC", stream=True, max_tokens=4000)
+    with pytest.raises(openai.BadRequestError, match="temperature must be >= 0"):
+        letters.text("ABC", stream=True, temperature=-1.0)
+
+
+def test_clients_are_decoded_together(letters):
+    settings = {"max_tokens": 40, "temperature": 0, "extra_body": {"generation_config": '{"eos_token_id": []}'}}
+    engine, prompts = letters.answers.engine, ["ABC", "BCD", "CDE", "DEF"]
+    steps = []
+    forward = engine.model.forward
+    engine.model.forward = lambda *given, **named: steps.append(1) or forward(*given, **named)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda text: letters.chat(text, **settings).choices[0].message.content, prompts))
+    finally:
+        del engine.model.forward
+    assert found == [
+        letters.alone(text, max_new_tokens=40, temperature=0.0, stop_token_ids=[]).texts[0] for text in prompts
+    ]
+
+
+REFUSED = [
+    ({"presence_penalty": 0.5}, "presence_penalty must be left out, got 0.5"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty must be left out, got 0.5"),
+    ({"tool_choice": "required"}, "tool_choice must be left out"),
+    ({"reasoning_effort": "low"}, "reasoning_effort must be left out"),
+    ({"extra_body": {"guided_json": {}}}, "guided_json must be left out"),
+    ({"n": 2, "stream": True}, "a streamed answer must be one"),
+    ({"logprobs": True, "stream": True}, "a streamed answer must be one"),
+    ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
+    ({"n": 0}, "num_return_sequences must be"),
+    ({"extra_body": {"n": "two"}}, "n must be an integer, got 'two'"),
+    ({"response_format": {"type": "xml"}}, "response_format must be of type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format must be of type"),
+    ({"temperature": -1.0}, "temperature must be >= 0"),
+    ({"max_tokens": 0}, "max_new_tokens must be"),
+    ({"max_tokens": 4000}, "must fit into the model's context"),
+    ({"model": "another"}, "pinned to"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda given: None)
+def test_what_cannot_be_honoured_is_refused(letters, settings, message):
+    given = {"model": letters.name, "messages": [{"role": "user", "content": "ABC"}], "max_tokens": 2, **settings}
+    with pytest.raises(openai.BadRequestError, match=message) as raised:
+        letters.client.chat.completions.create(**given)
+    assert raised.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("prompt", [[], 5, [[1], None], {"text": "ABC"}])
+def test_prompts_are_texts_or_token_ids(letters, prompt):
+    with pytest.raises(openai.BadRequestError, match="prompt must be a text or token ids, or several"):
+        letters.text(prompt, max_tokens=2)
+
+
+@pytest.mark.parametrize(("params", "served"), [(ChatParams, OF_CHATS), (TextParams, OF_TEXTS)])
+def test_every_field_of_the_client_is_served_harmless_or_refused(params, served):
+    fields = set(params.__annotations__) | set(params.__mro_entries__(()) if False else ())
+    fields |= set(getattr(params, "__mutable_keys__", ()))
+    assert len(fields) > 10
+    for name in fields - served - OF_THE_CLIENT:
+        with pytest.raises(ValueError, match=f"{name} must be left out, got 'something'"):
+            check_fields({name: "something"}, served)
+        check_fields({name: None}, served)
+    for name, values in NEUTRAL.items():
+        for value in values:
+            check_fields({name: value}, served)
+
+
+def test_neutral_fields_are_taken(letters):
+    answer = letters.chat("ABC", max_tokens=2, presence_penalty=0, n=1, user="me", store=False, tool_choice="auto")
+    assert answer.usage.completion_tokens <= 2
+    assert letters.chat("ABC", max_tokens=2, response_format={"type": "text"}).usage.completion_tokens <= 2
+
+
+def test_added_fields_are_the_engines(letters):
+    more = {"top_k": 3, "min_p": 0.05, "repetition_penalty": 1.3}
+    settings = {"temperature": 1.0, "max_tokens": 12}
+    seed = letters.coming_seed(5)
+    answer = letters.chat("ABC", seed=5, extra_body=more, **settings)
+    alone = letters.alone("ABC", temperature=1.0, max_new_tokens=12, seed=seed, **more)
+    assert answer.choices[0].message.content == alone.texts[0]
+    biased = letters.chat("ABC", temperature=0, max_tokens=4, logit_bias={"7": 100})
+    assert biased.choices[0].message.content == letters.tokenizer.decode([7] * 4)
+
+
+def test_one_seed_does_not_repeat_itself(letters):
+    """Requests of one run have numbers of their own."""
+    answers = [
+        letters.chat("ABC", temperature=1.0, max_tokens=20, seed=77).choices[0].message.content for _ in range(3)
+    ]
+    assert len(set(answers)) == 3
+
+
+@pytest.mark.parametrize("thoughts_end", [None, "z"])
+def test_answers_have_the_form_of_a_schema(tmp_path, monkeypatch, thoughts_end):
+    """JSON needs quotes, which the tiny tokenizer lacks: a schema's text is taken for a regular expression."""
+
+    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
+        return compiler.compile_regex(json.loads(schema)["pattern"])
+
+    monkeypatch.setattr(json_answers.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    model = copy.deepcopy(tiny_model("llama"))
+    served = Served(tmp_path, grammar_tokenizer(), model, num_rows=4, seed=3, thoughts_end=thoughts_end)
+    try:
+        form = {"type": "json_schema", "json_schema": {"name": "letters", "schema": {"pattern": "(ab|c){3}"}}}
+        answer = served.chat("abc", temperature=1.0, max_tokens=200, n=12, response_format=form)
+        texts = [choice.message.content for choice in answer.choices]
+        if thoughts_end is not None:  # some end in their thoughts, by the end token
+            texts = [text.partition(thoughts_end)[2] for text in texts if thoughts_end in text]
+        assert len(texts) > 1 and all(re.fullmatch("(ab|c){3}", text) for text in texts)
+        free = served.chat("abc", temperature=1.0, max_tokens=20)
+        assert not re.fullmatch("(ab|c){3}", free.choices[0].message.content)
+    finally:
+        served.end()
+
+
+def test_whoever_leaves_a_stream_ends_its_row(letters):
+    """The client's end of a stream, as the server's handlers tell it."""
+    config = GenerationConfig(max_new_tokens=400, eos_token_id=None)
+    setattr(config, ASKED, Asked())
+    told = []
+
+    async def leave():
+        inputs = letters.tokenizer("ABC", return_tensors="pt")
+        begun = Begun(await letters.answers.begun(inputs, config))
+        queue, streamer = begun.generate_streaming(letters.model, letters.tokenizer, inputs, config, "one")
+        told.append(await asyncio.wait_for(queue.get(), 60))
+        streamer.cancel()
+        while any(run._arrivals.open for run in letters.answers._runs._runs.values()):
+            await asyncio.sleep(0.01)
+        return streamer.total_tokens
+
+    assert asyncio.run(leave()) < 400 and told[0]
+
+
+def test_a_server_that_ends_ends_its_runs(tmp_path):
+    served = Served(tmp_path, letter_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=2)
+    served.chat("ABC", max_tokens=3)
+    served.end()
+    (run,) = served.answers._runs._runs.values()
+    assert not run.is_open and not run._thread.is_alive()
+    with pytest.raises(RuntimeError, match=r"requests must come before close\(\)"):
+        served.answers._runs.submit([5], {})
+
+
+def test_the_command_serves_and_saves(tmp_path, monkeypatch):
+    folder, lookup = tmp_path / "letters", tmp_path / "letters.lookup"
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tiny_model("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    given = {}
+
+    def run(app, **settings):
+        given.update(settings)
+        routes = {route.path for route in app.routes}
+        assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= routes
+        made[-1].engine.lookup.learn([1], [2, 3])
+
+    def new_answers(*told, **how):
+        made.append(Answers(*told, **how))
+        return made[-1]
+
+    made: list[Answers] = []
+    monkeypatch.setattr(command, "Answers", new_answers)
+    monkeypatch.setattr(command.uvicorn, "run", run)
+    command.main(
+        [str(folder), "--save-lookup", str(lookup), "--device", "cpu", "--port", "81", "--keep-prompts", "0.1"]
+    )
+    assert given == {"host": "localhost", "port": 81, "log_level": "warning"}
+    assert len(stand.BlendedLookup.load(lookup)) > 0
+    command.main([str(folder), "--lookup", str(lookup), "--device", "cpu", "--no-drafts"])
+    with pytest.raises(ValueError, match="save"):
+        command.main([str(folder), "--save-lookup", str(tmp_path / "none" / "letters.lookup")])
+
+
+def test_runs_that_nobody_needs_are_closed():
+    engine = stand.wrap(tiny_model("qwen2"), verifier="match")
+    runs = OpenRuns(engine, num_rows=2, seed=0)
+    settings = [{"temperature": 1 + place / 10, "max_new_tokens": 2, "seed": None} for place in range(12)]
+    for one in settings:
+        assert len(runs.submit([5, 6], one).result(60)[0].token_ids) <= 2
+    assert len(runs._runs) <= 8 and not runs._waiting
+    assert [run.seed for run in runs._runs.values()] == list(range(4, 12))
+    before = list(runs._runs.values())
+    runs.submit([5, 6], settings[-1]).result(60)
+    assert list(runs._runs.values()) == before, "an open run is used again"
+    runs.close()
+    assert not any(run._thread.is_alive() for run in before)
+
+
+def test_a_run_that_has_failed_is_followed_by_another():
+    runs = OpenRuns(stand.wrap(tiny_model("qwen2")), num_rows=2, seed=0)
+    failed = runs.submit([5], {"max_new_tokens": 3})
+    failed.result(60)
+    (run,) = runs._runs.values()
+    run._failure = ArithmeticError()
+    assert len(runs.submit([5], {"max_new_tokens": 3}).result(60)) == 1
+    (other,) = runs._runs.values()
+    assert other is not run and other.seed == 1
+    run.close()
+    runs.close()

@@ -284,13 +284,17 @@ def test_logprobs_come_with_trajectories_and_rows_that_were_cancelled_need_none(
 
 
 def test_nothing_is_left_behind():
+    def alive() -> list[object]:
+        gc.collect()
+        return [kept for kept in gc.get_objects() if type(kept) in (Call, Row, Ticket, Arrivals)]
+
+    before = alive()
     with engine_of().open_run(**SETTINGS) as run:
         tokens_of([run.submit(PROMPTS[0]), run.submit(PROMPTS[1])])
         thread = run._thread
     assert not thread.is_alive()
     del run, thread
-    gc.collect()
-    assert not [kept for kept in gc.get_objects() if type(kept) in (Call, Row, Ticket, Arrivals)]
+    assert len(alive()) <= len(before)
 
 
 def test_ranks_that_share_a_model_are_refused(monkeypatch):

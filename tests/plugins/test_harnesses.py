@@ -235,8 +235,9 @@ def provider(inspect_door):
     api.model_name = "letters"
     api._begin(stand.wrap(fresh_model(), tokenizer), 4, None, 3)
     yield api
+    runs = list(api.runs._runs.values())
     api.close()
-    assert not any(run._thread.is_alive() for run in api.runs._runs.values())
+    assert not any(run._thread.is_alive() for run in runs)
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -17,6 +17,7 @@ from letter_tokenizer import letter_tokenizer
 from tiny_models import tiny_model
 
 import stand
+from stand.forward.tree_attention import exclusive
 from stand.plugins import json_answers
 from stand.plugins.open_runs import OpenRuns
 
@@ -44,7 +45,7 @@ class Served:
         tokenizer.save_pretrained(folder)
         self.name = str(folder)
         models = ModelManager(device="cpu", force_model=self.name)
-        self.model, self.tokenizer = models.load_model_and_processor(self.name)
+        self.model, self.tokenizer = models.load_model_and_processor(models.process_model_name(self.name))
         self.answers = Answers(stand.wrap(self.model, self.tokenizer, verifier="match"), **settings)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -65,15 +66,19 @@ class Served:
     def text(self, prompt: object, **settings) -> object:
         return self.client.completions.create(model=self.name, prompt=prompt, **settings)
 
-    def coming_seed(self, seed: int) -> int:
-        """Of a run that is opened now, for a request with this seed."""
-        return seed + self.answers._runs._num_opened
-
     def alone(self, prompt: object, **settings) -> stand.GenerationOutput:
         """What a fresh engine answers."""
         engine = stand.wrap(self.model, self.tokenizer, verifier="match")
         given = {"input_ids": prompt} if isinstance(prompt, list) else {"prompts": prompt}
         return engine.generate(**given, **settings)
+
+    def repeated(self, prompt: str, fingerprint: str, **settings) -> list[stand.Trajectory]:
+        """What an answer's numbers draw in a run of its own."""
+        seed, first, last = map(int, re.fullmatch(r"seed (\d+), rows (\d+) to (\d+)", fingerprint).groups())
+        engine = stand.wrap(self.model, self.tokenizer, verifier="match")
+        rows = list(range(first, last + 1))
+        found = engine.run([stand.Request(prompt, rows=rows)], seed=seed, **settings)
+        return sorted(found, key=lambda one: one.row)
 
     def end(self) -> None:
         self._server.should_exit = True
@@ -118,25 +123,24 @@ def test_answers_end_where_they_are_told_to(letters, name):
 
 
 def test_without_a_limit_an_answer_may_fill_the_context(letters):
-    alone = letters.alone("QRS", temperature=0.9, seed=letters.coming_seed(5))
-    assert len(alone.token_ids[0]) > 50
-    assert letters.text("QRS", temperature=0.9, seed=5).usage.completion_tokens == len(alone.token_ids[0])
+    answer = letters.text(["QRS"] * 8, temperature=0.9)
+    runs = [letters.repeated("QRS", one, temperature=0.9) for one in answer.system_fingerprint.split("; ")]
+    assert [choice.text for choice in answer.choices] == [one.text for (one,) in runs]
+    assert answer.usage.completion_tokens == sum(len(one.token_ids) for (one,) in runs) > 300
 
 
 def test_several_answers_with_log_probabilities(letters):
     """Sampled though the model's own configuration does not say so."""
-    settings = {"temperature": 0.7, "top_p": 0.9, "seed": 21}
-    coming = {**settings, "seed": letters.coming_seed(21)}
-    alone = letters.alone("ABC", max_new_tokens=9, num_return_sequences=3, logprobs=2, **coming)
-    answer = letters.chat("ABC", max_tokens=9, n=3, logprobs=True, top_logprobs=2, **settings)
-    assert [choice.message.content for choice in answer.choices] == alone.texts
-    assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(set(alone.texts)) == 3
-    assert answer.usage.completion_tokens == sum(map(len, alone.token_ids)) and answer.usage.prompt_tokens == 3
-    for row, choice in enumerate(answer.choices):
-        places, found = choice.logprobs.content, alone.logprobs[row]
-        assert [place.token for place in places] == [
-            letters.tokenizer.decode([token]) for token in alone.token_ids[row]
-        ]
+    settings = {"temperature": 0.7, "top_p": 0.9}
+    answer = letters.chat("ABC", max_tokens=9, n=3, logprobs=True, top_logprobs=2, seed=21, **settings)
+    alone = letters.repeated("ABC", answer.system_fingerprint, max_new_tokens=9, logprobs=2, **settings)
+    texts = [one.text for one in alone]
+    assert [choice.message.content for choice in answer.choices] == texts and len(set(texts)) == 3
+    assert [choice.index for choice in answer.choices] == [0, 1, 2] and answer.usage.prompt_tokens == 3
+    assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in alone)
+    for one, choice in zip(alone, answer.choices, strict=True):
+        places, found = choice.logprobs.content, one.logprobs
+        assert [place.token for place in places] == [letters.tokenizer.decode([token]) for token in one.token_ids]
         assert np.allclose([place.logprob for place in places], found.of_tokens, atol=1e-4)
         assert [bytes(place.bytes).decode() for place in places] == [place.token for place in places]
         likely = [[other.logprob for other in place.top_logprobs] for place in places]
@@ -260,16 +264,14 @@ def test_neutral_fields_are_taken(letters):
 def test_added_fields_are_the_engines(letters):
     more = {"top_k": 3, "min_p": 0.05, "repetition_penalty": 1.3}
     settings = {"temperature": 1.0, "max_tokens": 12}
-    seed = letters.coming_seed(5)
-    answer = letters.chat("ABC", seed=5, extra_body=more, **settings)
-    alone = letters.alone("ABC", temperature=1.0, max_new_tokens=12, seed=seed, **more)
-    assert answer.choices[0].message.content == alone.texts[0]
+    answer = letters.chat("ABC", extra_body=more, **settings)
+    (alone,) = letters.repeated("ABC", answer.system_fingerprint, temperature=1.0, max_new_tokens=12, **more)
+    assert answer.choices[0].message.content == alone.text
     biased = letters.chat("ABC", temperature=0, max_tokens=4, logit_bias={"7": 100})
     assert biased.choices[0].message.content == letters.tokenizer.decode([7] * 4)
 
 
-def test_one_seed_does_not_repeat_itself(letters):
-    """Requests of one run have numbers of their own."""
+def test_requests_of_one_seed_are_draws_of_their_own(letters):
     answers = [
         letters.chat("ABC", temperature=1.0, max_tokens=20, seed=77).choices[0].message.content for _ in range(3)
     ]
@@ -321,8 +323,8 @@ def test_whoever_leaves_a_stream_ends_its_row(letters):
 def test_a_server_that_ends_ends_its_runs(tmp_path):
     served = Served(tmp_path, letter_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=2)
     served.chat("ABC", max_tokens=3)
-    served.end()
     (run,) = served.answers._runs._runs.values()
+    served.end()
     assert not run.is_open and not run._thread.is_alive()
     with pytest.raises(RuntimeError, match=r"requests must come before close\(\)"):
         served.answers._runs.submit([5], {})
@@ -372,6 +374,38 @@ def test_runs_that_nobody_needs_are_closed():
     assert list(runs._runs.values()) == before, "an open run is used again"
     runs.close()
     assert not any(run._thread.is_alive() for run in before)
+
+
+@pytest.fixture
+def busy_runs():
+    """Eight runs, as many as may be open, each with a request that cannot begin until the block ends; and settings of a
+    ninth."""
+    engine = stand.wrap(tiny_model("qwen2"), verifier="match")
+    runs = OpenRuns(engine, num_rows=2, seed=0)
+    settings = [{"temperature": 1 + place / 10, "max_new_tokens": 2} for place in range(9)]
+    for one in settings[:8]:
+        runs.submit([5, 6], one).result(60)
+    with ThreadPoolExecutor(2) as pool, exclusive(engine.model):
+        futures = [runs.submit([5, 6], one) for one in settings[:8]]
+        ninth = pool.submit(runs.submit, [5, 6], settings[8])
+        time.sleep(0.2)
+        assert not ninth.done() and len(runs._runs) == 8
+        yield runs, pool, ninth
+    assert all(future.done() for future in futures)
+    runs.close()
+
+
+def test_runs_in_use_are_not_closed_for_a_further_one(busy_runs):
+    runs, pool, ninth = busy_runs
+    pool.submit(lambda: ninth.result(60).result(60))
+    assert not ninth.done()
+
+
+def test_whoever_waits_for_a_run_is_told_that_all_are_closed(busy_runs):
+    runs, pool, ninth = busy_runs
+    pool.submit(runs.close, cancel=True)
+    with pytest.raises(RuntimeError, match=r"requests must come before close\(\)"):
+        ninth.result(60)
 
 
 def test_a_run_that_has_failed_is_followed_by_another():

@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto", help="as transformers takes it (auto)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model (no)")
     add("--verifier", default="traversal", help="which rule (traversal); docs/verifiers.md")
-    add("--seed", type=int, help="of requests that bring none (drawn)")
+    add("--seed", type=int, help="of the first run; later ones count on (drawn)")
     add("--no-drafts", dest="draft", action="store_false", help="ordinary decoding, to compare with (drafts)")
     add("--lookup", help="a file that the drafter starts from (none)")
     add("--save-lookup", help="a file that it is saved to, every few minutes and at the end (none)")

@@ -65,7 +65,7 @@ class Answers(BaseGenerateManager):
         law.max_new_tokens = law.stop_strings = None
         settings = {
             "generation_config": law, "num_return_sequences": asked.count, "max_new_tokens": limit, "stop": stop,
-            "seed": asked.seed, "logprobs": asked.logprobs, "draft": None if self._draft else False,
+            "logprobs": asked.logprobs, "draft": None if self._draft else False,
         }  # fmt: skip
         processors = None if asked.schema is None else partial(self._processors, asked.schema)
         return self._runs.submit(

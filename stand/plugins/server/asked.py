@@ -29,11 +29,12 @@ ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """count: answers. seed: of the run that decodes it. logprobs: likeliest tokens per place, None for none. schema: of
-    the answer, as JSON."""
+    """count: answers. logprobs: likeliest tokens per place, None for none. schema: of the answer, as JSON.
+
+    A seed is taken, and follows no further: which rows are decoded together depends on time, so it could repeat no
+    answer. What could is told with every answer, see `stand.plugins.server.handlers`."""
 
     count: int = 1
-    seed: int | None = None
     logprobs: int | None = None
     schema: str | None = None
 
@@ -41,6 +42,7 @@ class Asked:
     def of(cls, body: Mapping[str, object]) -> Asked:
         """Raises ValueError for what does not fit, also where answers are streamed."""
         count = _whole(body, "n", 1)
+        _whole(body, "seed", None)
         given = body.get("logprobs")
         if isinstance(given, bool) or given is None:  # a chat's
             logprobs = _whole(body, "top_logprobs", 0) if given else None
@@ -53,7 +55,7 @@ class Asked:
                 f"a streamed answer must be one, without log-probabilities, got n={count} and logprobs={given!r}; "
                 "leave stream out"
             )
-        return cls(count, _whole(body, "seed", None), logprobs, _schema(body.get("response_format")))
+        return cls(count, logprobs, _schema(body.get("response_format")))
 
 
 def check_fields(body: Mapping[str, object], served: Collection[str]) -> None:

@@ -166,7 +166,12 @@ def _joined(
             "rejected_prediction_tokens": sum(one.num_draft_tokens for one in answers) - accepted,
         },
     }
-    return {**made[0], "choices": choices, "usage": usage}
+    return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": _numbers_of(answers)}
+
+
+def _numbers_of(answers: list[Trajectory]) -> str:
+    """Which random numbers they had: with `match` and `coupled` a run of this seed repeats rows of these numbers."""
+    return f"seed {answers[0].seed}, rows {answers[0].row} to {answers[-1].row}"
 
 
 def _of_prompts(made: list[Body]) -> Body:
@@ -174,7 +179,9 @@ def _of_prompts(made: list[Body]) -> Body:
     choices = [choice for body in made for choice in body["choices"]]
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     usage = {name: sum(body["usage"][name] for body in made) for name in names}
-    return {**made[0], "choices": [{**one, "index": place} for place, one in enumerate(choices)], "usage": usage}
+    numbers = "; ".join(body["system_fingerprint"] for body in made)
+    choices = [{**one, "index": place} for place, one in enumerate(choices)]
+    return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers}
 
 
 def _num_steps(answer: Trajectory) -> int:

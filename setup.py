@@ -59,7 +59,6 @@ COMPACT = {
     "stand._cyutility",
     "stand.step_compiled",
     "stand.trees.compiled",
-    "stand.verifiers.verdict_compiled",
 }
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.
 IN_ORDER = taken("-fno-schedule-insns2") if IS_LEAN else []
@@ -74,7 +73,7 @@ REPEATING = taken("-fno-tree-tail-merge") + taken("-fno-optimize-sibling-calls")
 COMPACT_LEVEL = ["-Os", *taken("-Oz"), *taken("-fno-tree-dominator-opts"), *taken("-fno-code-hoisting")]
 COMPACT_LEVEL += [*taken("-fno-move-loop-invariants"), *taken("-fno-shrink-wrap"), *IN_ORDER, *SPARING, *REPEATING]
 # Nothing of C++ runs in these, so no exception passes: without tables for it they pack 4 % smaller.
-PLAIN = COMPACT - {"stand.trees.compiled", "stand.verifiers.verdict_compiled"}
+PLAIN = COMPACT - {"stand.trees.compiled"}
 WITHOUT_EXCEPTIONS = ["-fno-exceptions", "-fno-unwind-tables"] if IS_LEAN else []
 # These levels are of the C++ in headers: in modules with much of it `trees/include/compact_wrappers.h` compiles for
 # size what Cython writes around it. Lookups, products and filters pack 11 % smaller by that; learning takes 2 % longer.

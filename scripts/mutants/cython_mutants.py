@@ -11,6 +11,8 @@ from pathlib import Path
 
 from mutants import text_changes
 
+PACKAGES = ("stand", "trees", "verifiers")
+INCLUDE = re.compile(r'^include "(.+)"$', re.MULTILINE)
 OPERATORS = text_changes.OPERATORS | {"and": ["or"], "or": ["and"]}
 OPERATOR = re.compile(r"(?<= )(<=|>=|==|!=|\+=|-=|\*=|<|>|\+|-|\*|/|and|or)(?= )")
 NAMES = {"mass": "law", "law": "mass", "m": "law", "parent": "node", "on_support": "others", "others": "on_support"}
@@ -104,25 +106,25 @@ def _renamed(body: str, suffix: str) -> str:
 
 
 def including(root: Path, part: Path) -> Path:
-    """The module that a part is included into, which lies in its folder or in one above."""
-    for folder in part.relative_to(root).parents:
-        name = part.relative_to(root / folder).as_posix()
-        for module in sorted((root / folder).glob("*.pyx")):
-            if f'include "{name}"' in module.read_text(encoding="utf-8"):
+    """The module that a part is included into."""
+    for package in PACKAGES:
+        for module in sorted((root / package).rglob("*.pyx")):
+            names = INCLUDE.findall(module.read_text(encoding="utf-8"))
+            if any((module.parent / name).resolve() == part.resolve() for name in names):
                 return module
-    raise ValueError(f"a .pxi must be included by a module in its folder or above, got {part}; see setup.py")
+    raise ValueError(f"a .pxi must be included by a module of {', '.join(PACKAGES)}, got {part}; see setup.py")
 
 
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """The compiled `source` in place of `path`, below `folder`, by the project's own setup.py; None if it is refused.
 
-    root: the project; path: verifiers/verdict_compiled.pyx in it, or trees/noise.pxi, a part of a module. Only this one
+    root: the project; path: trees/compiled.pyx in it, or trees/noise.pxi, a part of a module. Only this one
     module is built.
     """
     module = path if path.suffix == ".pyx" else including(root, path)
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, folder / name)
-    for package in ("stand", "trees", "verifiers"):  # setup.py writes the code that all modules share into `stand`
+    for package in PACKAGES:  # setup.py writes the code that all modules share into `stand`
         shutil.copytree(root / package, folder / package, ignore=_all_but_headers)
     for file, text in ((module, module.read_text(encoding="utf-8")), (path, source)):
         copy = folder / file.relative_to(root)

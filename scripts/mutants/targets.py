@@ -35,7 +35,7 @@ def _tests(folder: str, *names: str) -> tuple[str, ...]:
 TARGETS = (
     Target(
         "verifiers",
-        ("verifiers/**/*.py", "verifiers/**/*.pyx"),
+        ("verifiers/**/*.py", "verifiers/**/*.pxi"),
         (
             *_tests("verifiers", "compiled", "draw_laws", "transport", "verifiers", "verifiers_step"),
             *_tests("trees", "draft_kinds"),

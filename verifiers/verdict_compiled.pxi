@@ -9,9 +9,9 @@ it.
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
-from libcpp.vector cimport vector
+from libcpp.vector cimport vector as cpp_vector
 
-cdef extern from "sum.h" namespace "stand" nogil:
+cdef extern from "../verifiers/sum.h" namespace "stand" nogil:
     double sum_of "stand::sum"[Number](const Number* numbers, Py_ssize_t count)
 
 ctypedef fused Prob:
@@ -47,7 +47,7 @@ cdef _settle(tree, const double[:, ::1] law, const Prob[:, ::1] probs, double[::
     cdef const int32_t[::1] token_ids = tree[0], parents = tree[1], offsets = tree[2]
     cdef const int32_t[:, ::1] support_ids = tree[3]
     cdef Py_ssize_t num_nodes = token_ids.shape[0], width = support_ids.shape[1]
-    cdef vector[double] tails = vector[double](num_nodes)
+    cdef cpp_vector[double] tails = cpp_vector[double](num_nodes)
     cdef Py_ssize_t row, node, parent, slot
     cdef double owed, known
     with nogil:
@@ -132,8 +132,8 @@ def draw_residuals(probs, const int64_t[::1] nodes not None, const int32_t[:, ::
 
 cdef _draw_all(const Prob[:, ::1] probs, const int64_t[::1] nodes, const int32_t[:, ::1] support_ids,
                const double[:, ::1] mass, const double[::1] scale, const double[::1] uniforms, int64_t[::1] drawn):
-    cdef vector[char] is_known = vector[char](probs.shape[1], 0)
-    cdef vector[double] sums = vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)
+    cdef cpp_vector[char] is_known = cpp_vector[char](probs.shape[1], 0)
+    cdef cpp_vector[double] sums = cpp_vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)
     cdef Py_ssize_t place, node
     with nogil:
         for place in range(nodes.shape[0]):
@@ -154,7 +154,7 @@ cdef _checked(tokens):
 
 
 cdef int64_t _draw(const Prob[::1] probs, const int32_t[::1] support, const double[::1] mass, double scale,
-                   double uniform, vector[char]& is_known, vector[double]& sums) noexcept nogil:
+                   double uniform, cpp_vector[char]& is_known, cpp_vector[double]& sums) noexcept nogil:
     """The first token whose cumulated weight exceeds uniform x total; the last one of positive weight where rounding
     carries the sum past the end; -1 unless the total is positive. `is_known` [V] is all zero before and after; sums:
     scratch memory, one per block."""
@@ -181,8 +181,8 @@ cdef int64_t _draw(const Prob[::1] probs, const int32_t[::1] support, const doub
     return last
 
 
-cdef double _sum_blocks(const Prob[::1] probs, const int32_t[::1] support, vector[char]& is_known,
-                        vector[double]& sums) noexcept nogil:
+cdef double _sum_blocks(const Prob[::1] probs, const int32_t[::1] support, cpp_vector[char]& is_known,
+                        cpp_vector[double]& sums) noexcept nogil:
     """The probability of the tokens that are not known; by block in `sums`."""
     cdef Py_ssize_t size = probs.shape[0], block, slot, first
     cdef double total = 0.0
@@ -200,8 +200,8 @@ cdef double _sum_blocks(const Prob[::1] probs, const int32_t[::1] support, vecto
     return total
 
 
-cdef int64_t _find(const Prob[::1] probs, double scale, double point, vector[char]& is_known, vector[double]& sums,
-                   int64_t last) noexcept nogil:
+cdef int64_t _find(const Prob[::1] probs, double scale, double point, cpp_vector[char]& is_known,
+                   cpp_vector[double]& sums, int64_t last) noexcept nogil:
     """The first unknown token whose cumulated weight exceeds `point`, or the last one with a weight, or `last`."""
     cdef Py_ssize_t block, chosen = -1, token
     cdef double weight

@@ -162,6 +162,8 @@ class Call:
         if self._own_seed is None:
             self._own_seed = self._new_own_seed()
             self._prompts.begin()
+        elif self._is_open and not scheduler.live:
+            self._prompts.begin()  # meanwhile weights may have been changed
         for row in scheduler.rows_left():
             row.finish_reason = "cancelled"
             self._end(row)

@@ -220,7 +220,7 @@ class Engine:
             raise ValueError("an open run needs a process with the model for itself, got ranks that share it; use run")
         with exclusive(self.model):
             reader, options = self._read_run(**settings)
-            arrivals = Arrivals(reader.read, min(max_rows, self.backend.most_rows or max_rows))
+            arrivals = Arrivals(reader.read, reader.forget, min(max_rows, self.backend.most_rows or max_rows))
             options |= {"num_rows": max_rows, "max_rows": max_rows, "max_cache_bytes": max_cache_bytes}
             return OpenRun(arrivals, partial(self._call_of, reader, arrivals, **options), self.tokenizer)
 

@@ -132,7 +132,8 @@ class StandAPI(ModelAPI):
         if tools:
             raise ValueError(f"tools must be left out, got {[tool.name for tool in tools]}; use another provider")
         asked = partial(self._submit, [_message(one) for one in input], _settings(config))
-        answer = await anyio.to_thread.run_sync(asked)
+        with anyio.CancelScope(shield=True):  # else a request might be submitted that nobody waits for
+            answer = await anyio.to_thread.run_sync(asked)
         try:
             while not answer.done():
                 await anyio.sleep(POLLING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,23 +23,35 @@ class Ticket:
         self.future: Future[list[Trajectory]] = Future()
         self.num_rows = 0  # known when it was read
         self.ended: list[Trajectory] = []
+        self._is_settled = False
 
     def tell(self, row: Row, token_ids: list[int]) -> None:
         """What a callback of the user's raises is the request's error."""
         if self._on_tokens is not None and not self.future.done():
             try:
                 self._on_tokens(row.index, token_ids)
-            except Exception as error:
-                self.fail(error)
+            except BaseException as error:
+                error.add_note(f"raised by on_tokens=:\n{''.join(traceback.format_tb(error.__traceback__)[1:])}")
+                self.fail(_without_frames(error))
 
     def succeed(self) -> None:
         """All rows have ended."""
-        if not self.future.done() and self.future.set_running_or_notify_cancel():
-            self.future.set_result(sorted(self.ended, key=lambda one: one.row))
+        self._settle(lambda: self.future.set_result(sorted(self.ended, key=lambda one: one.row)))
 
     def fail(self, error: BaseException) -> None:
-        if not self.future.done() and self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+        """While the run goes on, no frame of it may be held by the error's traceback: they hold keys."""
+        self._settle(lambda: self.future.set_exception(error))
+
+    def pass_over(self) -> None:
+        """Nobody waits for it any more."""
+        self._settle(lambda: None)
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        """Once. Those who wait for several futures are told of one that was cancelled, too."""
+        if not self._is_settled:
+            self._is_settled = True
+            if self.future.set_running_or_notify_cancel():
+                settle()
 
 
 class Arrivals(Iterator[Job | None]):
@@ -49,11 +62,13 @@ class Arrivals(Iterator[Job | None]):
     over. A future that is done before its request has ended (cancelled, or its callback has failed) ends the rows.
     """
 
-    def __init__(self, read: Callable[[Request], Job], num_places: int):
-        """num_places: rows that may be live at once, as nobody knows how many come."""
-        self._read, self.num_places = read, num_places
+    def __init__(self, read: Callable[[Request], Job], forget: Callable[[Job], None], num_places: int):
+        """forget: told of a job that was read and has no row. num_places: rows that may be live at once, as nobody
+        knows how many come."""
+        self._read, self._forget, self.num_places = read, forget, num_places
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
+        self._reading: Ticket | None = None
         self._left: deque[int] = deque()  # numbers of requests nobody waits for any more
         self.is_closed = False
         self.open: dict[int, Ticket] = {}  # by number: requests whose rows have not all ended
@@ -67,11 +82,12 @@ class Arrivals(Iterator[Job | None]):
             self._changed.notify()
 
     def close(self) -> list[Ticket]:
-        """No further request comes; those that wait, which the caller may take away by cancelling them."""
+        """No further request comes; those that have not ended, which the caller may cancel."""
         with self._changed:
             self.is_closed = True
             self._changed.notify()
-            return list(self._waiting)
+            reading = [] if self._reading is None else [self._reading]
+            return [*self.open.copy().values(), *reading, *self._waiting]
 
     def end(self, number: int, trajectory: Trajectory) -> None:
         """A row of the request has ended; with the last one those who wait get all."""
@@ -83,7 +99,7 @@ class Arrivals(Iterator[Job | None]):
 
     def fail(self, error: BaseException) -> None:
         """The call has ended in it: that is what those get who wait, and nobody else may come."""
-        for ticket in (*self.close(), *self.open.values()):
+        for ticket in self.close():
             ticket.fail(error)
 
     def wait(self) -> bool:
@@ -113,16 +129,18 @@ class Arrivals(Iterator[Job | None]):
                     if self.is_closed:
                         raise StopIteration
                     return None
-                ticket = self._waiting.popleft()
+                ticket = self._reading = self._waiting.popleft()
             job = None if ticket.future.done() else self._begun(ticket)
+            self._reading = None
             if job is not None:
                 return job
+            ticket.pass_over()
 
     def _begun(self, ticket: Ticket) -> Job | None:
         try:
             job = self._read(ticket.request)
         except Exception as error:  # a template or a tokenizer may raise anything
-            ticket.fail(error)
+            ticket.fail(_without_frames(error))
             return None
         ticket.num_rows = len(job.rows)
         self.open[job.number] = ticket
@@ -130,8 +148,17 @@ class Arrivals(Iterator[Job | None]):
         return replace(job, refuse=self._refuse)
 
     def _refuse(self, job: Job, error: Exception) -> None:
-        self.open.pop(job.number).fail(error)
+        self._forget(job)
+        self.open.pop(job.number).fail(_without_frames(error))
 
     def _leave(self, number: int) -> None:
         if number in self.open:
             self._left.append(number)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error, and those behind it, without tracebacks."""
+    linked: BaseException | None = error
+    while linked is not None:
+        linked.__traceback__, linked = None, linked.__cause__ or linked.__context__
+    return error

@@ -23,6 +23,7 @@ from stand.laws.sampling import TargetLaw
 from stand.media.check import check_media
 from stand.media.media import TYPES, Media, media_arguments
 from stand.numbered_keys import NumberedKeys
+from stand.row import Row
 from stand.scheduling.request import Job, Request, which_request
 from stand.texts.prompts import Prompt, PromptReader
 from stand.texts.stop import StopRule, as_strings
@@ -145,6 +146,11 @@ class JobReader:
             strings = (*settings.stop_strings, *self._strings, *as_strings(request.stop))
             stop = stop.with_ends(settings.end_ids, strings)
         return self.job(read[0], self._row_numbers(request), settings=settings, stop=stop, id=request.id)
+
+    def forget(self, job: Job) -> None:
+        """It was read and has no row."""
+        row = Row(job.rows[0], job.prompt, job.limit, request=job.number)
+        self._law.forget(row, is_last=True)
 
     def job(
         self,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
+from weakref import WeakSet, finalize
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,10 +31,11 @@ class OpenRun:
 
     def __init__(self, arrivals: Arrivals, new_call: Callable[..., Call], tokenizer: PreTrainedTokenizerBase | None):
         """new_call: makes the call of these arrivals; on_commit= is what it tells of rows' new tokens."""
-        self._arrivals, self._tokenizer = arrivals, tokenizer
-        self._call = new_call(on_commit=self._tell)
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._decode, name="stand", daemon=True)
+        self._arrivals = arrivals
+        self._call = new_call(on_commit=partial(_tell, arrivals))
+        self._decoding = _Decoding(self._call, arrivals, tokenizer)
+        self._thread = self._decoding.thread
+        finalize(self, arrivals.close).atexit = False  # a run that nobody has any more ends behind what was submitted
         self._thread.start()
 
     def submit(self, request: Request | object, *, on_tokens: OnTokens | None = None) -> Future[list[Trajectory]]:
@@ -44,20 +49,21 @@ class OpenRun:
         Raises RuntimeError when the run is closed or has failed.
         """
         ticket = Ticket(request if isinstance(request, Request) else Request(request), on_tokens)
-        if self._failure is not None:
+        if self._decoding.failure is not None:
             raise RuntimeError(
                 "an open run must not have failed, got a request after a step's error; open another one"
-            ) from self._failure
+            ) from self._decoding.failure
         self._arrivals.put(ticket)
         return ticket.future
 
-    def close(self, *, cancel: bool = False) -> None:
-        """Take no further request, and wait until those that were submitted have ended; cancel: end them at once."""
-        waiting = self._arrivals.close()
+    def close(self, *, cancel: bool = False, wait: bool = True) -> None:
+        """Take no further request, and wait until those that were submitted have ended. cancel: end them at once. wait:
+        False returns meanwhile, as it does in the run's own thread."""
+        unfinished = self._arrivals.close()
         if cancel:
-            for ticket in (*waiting, *list(self._arrivals.open.values())):
+            for ticket in unfinished:
                 ticket.future.cancel()
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def __enter__(self) -> OpenRun:
@@ -69,7 +75,7 @@ class OpenRun:
     @property
     def is_open(self) -> bool:
         """Whether `submit` takes requests."""
-        return self._failure is None and not self._arrivals.is_closed
+        return not self._arrivals.is_closed
 
     @property
     def stats(self) -> Stats:
@@ -80,6 +86,22 @@ class OpenRun:
     def seed(self) -> int:
         return self._call.seed
 
+
+class _Decoding:
+    """What the thread of a run holds, so that the run itself may go."""
+
+    def __init__(self, call: Call, arrivals: Arrivals, tokenizer: PreTrainedTokenizerBase | None):
+        self._call, self._arrivals, self._tokenizer = call, arrivals, tokenizer
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._decode, name="stand", daemon=True)
+        _DECODING.add(self)
+
+    def end(self) -> None:
+        """At once, but for the step that runs."""
+        for ticket in self._arrivals.close():
+            ticket.future.cancel()
+        self.thread.join()
+
     @torch.inference_mode()
     def _decode(self) -> None:
         steps = self._call.steps(until_ended=True)
@@ -87,16 +109,13 @@ class OpenRun:
             for _ in steps:
                 self._give()
         except BaseException as error:  # whatever it is, those who wait get it
+            steps.close()
+            traceback.clear_frames(error.__traceback__)  # they hold keys
             self._give()
-            self._failure = error
+            self.failure = error
             self._arrivals.fail(error)
         finally:
             steps.close()
-
-    def _tell(self, row: Row, token_ids: list[int]) -> None:
-        ticket = self._arrivals.open.get(row.request)
-        if ticket is not None:
-            ticket.tell(row, token_ids)
 
     def _give(self) -> None:
         """What has ended, to those who wait for it."""
@@ -104,3 +123,20 @@ class OpenRun:
         while ended:
             job, row = ended.popleft()
             self._arrivals.end(job.number, trajectory_of(self._call, self._tokenizer, job, row))
+
+
+def _tell(arrivals: Arrivals, row: Row, token_ids: list[int]) -> None:
+    ticket = arrivals.open.get(row.request)
+    if ticket is not None:
+        ticket.tell(row, token_ids)
+
+
+_DECODING: WeakSet[_Decoding] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """An interpreter that ends amid a step would abort."""
+    for decoding in list(_DECODING):
+        if decoding.thread.is_alive():
+            decoding.end()

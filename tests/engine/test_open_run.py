@@ -1,10 +1,16 @@
 """Requests that come while others are decoded: the same tokens, the same law, and each one's error its own."""
 
 import asyncio
+import copy
 import gc
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
+from concurrent.futures import wait
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +19,7 @@ from failures import failing_after
 from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
+from with_pages import needs_pages
 
 import stand
 from stand.call import Call
@@ -26,6 +33,7 @@ from stand.scheduling.scheduler import Scheduler
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
 SETTINGS = {"max_new_tokens": 24, "temperature": 0.9, "seed": 3}
 PATIENCE = 60  # seconds; a run that hangs fails its test
+ORACLES = Path(__file__).resolve().parents[1] / "oracles"
 
 
 def engine_of(verifier: str = "match", **settings) -> stand.Engine:
@@ -123,6 +131,25 @@ def test_a_request_that_cannot_be_read_fails_alone():
         futures[2].result()
 
 
+@needs_pages
+@pytest.mark.parametrize("bad", [[61], stand.Request([7], max_new_tokens=400)], ids=["not read", "too large"])
+def test_requests_that_fail_hold_nothing(bad, monkeypatch):
+    """Their errors are kept. With the frames of the run in them, they would hold prompts' keys, and its pages would
+    soon be gone. The processors of their requests go, too."""
+    engine, errors = engine_of(), []
+    cap = 600 * free_memory.bytes_per_token(engine.model)
+    with engine.open_run(max_rows=2, max_cache_bytes=cap, repetition_penalty=1.1, **SETTINGS) as run:
+        for number in range(30):
+            futures = [run.submit(PROMPTS[number % 3]), run.submit(bad), run.submit(PROMPTS[0])]
+            errors.append(futures[1].exception(PATIENCE))
+            tokens_of([futures[0], futures[2]])
+        assert run.submit([7]).result(PATIENCE)
+        scheduler, law = run._call.scheduler, run._call._law
+    assert all(isinstance(error, ValueError) and error.__traceback__ is None for error in errors)
+    assert scheduler.admission.pages.num_used == 0
+    assert not (scheduler._open or scheduler._num_left or scheduler._turns or law._processors.by_request)
+
+
 def test_a_request_that_memory_does_not_hold_fails_alone():
     engine = engine_of()
     with engine.open_run(max_cache_bytes=600 * free_memory.bytes_per_token(engine.model), **SETTINGS) as run:
@@ -176,11 +203,13 @@ class Waits(list):
         return super().__iter__()
 
 
-def test_what_a_callback_raises_fails_its_request():
+@pytest.mark.parametrize("error", [KeyError("mine"), asyncio.CancelledError("mine"), SystemExit("mine")])
+def test_what_a_callback_raises_fails_its_request(error):
     with engine_of().open_run(**SETTINGS) as run:
-        failed = run.submit(PROMPTS[0], on_tokens=failing_after(1, lambda row, token_ids: None, KeyError("mine")))
-        with pytest.raises(KeyError, match="mine"):
+        failed = run.submit(PROMPTS[0], on_tokens=failing_after(1, lambda row, token_ids: None, error))
+        with pytest.raises(type(error), match="mine") as raised:
             failed.result(PATIENCE)
+        assert "failures.py" in raised.value.__notes__[0]  # where it was raised
         assert len(tokens_of([run.submit(PROMPTS[1])])) == 1
 
 
@@ -283,6 +312,73 @@ def test_logprobs_come_with_trajectories_and_rows_that_were_cancelled_need_none(
     assert second.cancelled() and run._call.logprobs._noted == {}
 
 
+def test_whoever_waits_for_futures_is_told_of_those_that_were_cancelled():
+    with engine_of().open_run(max_rows=1, **SETTINGS) as run:
+        gate = threading.Event()
+        futures = [run.submit(stand.Request(Waits(gate, PROMPTS[0])))]
+        futures += [run.submit(stand.Request([7], num_return_sequences=2)), run.submit([8])]
+        for future in futures[1:]:
+            future.cancel()
+        gate.set()
+        assert wait(futures, PATIENCE).not_done == set()
+
+
+def test_a_run_that_is_closed_ends_the_request_that_is_being_read():
+    gate = threading.Event()
+    run = engine_of().open_run(max_rows=1, stop_token_ids=[], **{**SETTINGS, "max_new_tokens": 500})
+    told: list[int] = []
+    future = run.submit(stand.Request(Waits(gate, [7])), on_tokens=lambda row, token_ids: told.extend(token_ids))
+    while run._arrivals.is_waiting:
+        time.sleep(0.001)
+    run.close(cancel=True, wait=False)
+    gate.set()
+    run.close()
+    assert future.cancelled() and len(told) < 20
+
+
+def test_a_run_that_nobody_has_any_more_ends():
+    run = engine_of().open_run(**SETTINGS)
+    future, thread = run.submit(PROMPTS[0]), run._thread
+    del run
+    gc.collect()
+    assert len(tokens_of([future])) == 1
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_an_interpreter_may_end_amid_a_run():
+    """Without an end of the run its thread would abort the process."""
+    program = (
+        "from tiny_models import tiny_model\nimport stand, time\n"
+        "run = stand.wrap(tiny_model('qwen2'), drafter=stand.BlendedDrafter(budget=12)).open_run(stop_token_ids=[])\n"
+        "futures = [run.submit(stand.Request([5, n], max_new_tokens=500)) for n in range(40)]\n"
+        "time.sleep(0.3)\nraise SystemExit(3)\n"
+    )
+    asked = [sys.executable, "-c", program]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=ORACLES)
+    assert done.returncode == 3 and "terminate" not in done.stderr
+
+
+def test_prompts_that_are_kept_are_not_taken_over_after_weights_may_have_changed():
+    """The run is one call, but nobody was live in between."""
+    model = copy.deepcopy(tiny_model("qwen2"))
+    prompt = [5 + place % 40 for place in range(1200)]
+    settings = {"max_new_tokens": 3, "temperature": 0.0, "logprobs": 0}
+    model.config.max_position_embeddings = 2048
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=12))
+    with engine.keep_prompts(1e9), engine.open_run(**settings) as run:
+        run.submit(prompt).result(PATIENCE)
+        run.submit(prompt).result(PATIENCE)
+        assert run.stats.num_copied_prompt_tokens == 1024
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.01)
+        (found,) = run.submit(prompt).result(PATIENCE)
+        assert run.stats.num_copied_prompt_tokens == 1024
+    (wanted,) = stand.wrap(model).run([prompt], **settings)
+    np.testing.assert_allclose(found.logprobs.of_tokens, wanted.logprobs.of_tokens, atol=1e-5)
+
+
 def test_nothing_is_left_behind():
     def alive() -> list[object]:
         gc.collect()
@@ -336,7 +432,7 @@ SETTLED: list[int] = []
 def test_places_become_fewer_where_they_leave_no_row_room():
     """Eight were reckoned with, as nobody knew how many rows would come."""
     SETTLED.clear()
-    arrivals = Arrivals(lambda request: request, 8)
+    arrivals = Arrivals(lambda request: request, lambda job: None, 8)
     arrivals._begun = lambda ticket: ticket.request
     scheduler = Scheduler(arrivals, Cramped(8))
     for number in range(2):

@@ -217,7 +217,12 @@ def inspect_door(monkeypatch):
         "inspect_ai": module("inspect_ai"),
         "inspect_ai.model": model,
         "inspect_ai.tool": module("inspect_ai.tool", ToolChoice=object, ToolInfo=object),
-        "anyio": module("anyio", sleep=asyncio.sleep, to_thread=types.SimpleNamespace(run_sync=asyncio.to_thread)),
+        "anyio": module(
+            "anyio",
+            sleep=asyncio.sleep,
+            to_thread=types.SimpleNamespace(run_sync=asyncio.to_thread),
+            CancelScope=lambda shield: contextlib.nullcontext(),
+        ),
     }
     for name, made in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, made)

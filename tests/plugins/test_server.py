@@ -4,10 +4,16 @@ import asyncio
 import copy
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+import typing
 from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -19,7 +25,7 @@ from tiny_models import tiny_model
 import stand
 from stand.forward.tree_attention import exclusive
 from stand.plugins import json_answers
-from stand.plugins.open_runs import MOST_OPEN, OpenRuns
+from stand.plugins.open_runs import MOST_OPEN, ClosedError, OpenRuns
 from stand.seeds import call_seed
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -31,10 +37,17 @@ from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 
 from stand.plugins.server import __main__ as command
-from stand.plugins.server.answers import ASKED, Answers, Begun
+from stand.plugins.server.answers import ASKED, Answers
 from stand.plugins.server.asked import NEUTRAL, OF_CHATS, OF_TEXTS, OF_THE_CLIENT, Asked, check_fields
+from stand.plugins.server.streams import Begun, _Streamer, before_stop
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 class Served:
@@ -48,11 +61,9 @@ class Served:
         models = ModelManager(device="cpu", force_model=self.name)
         self.model, self.tokenizer = models.load_model_and_processor(models.process_model_name(self.name))
         self.answers = Answers(stand.wrap(self.model, self.tokenizer, verifier="match"), **settings)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         app = command.new_app(self.answers, models)
-        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+        self._server = command.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"), self.answers)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         while not self._server.started:
@@ -119,8 +130,12 @@ def test_answers_end_where_they_are_told_to(letters, name):
     stop = whole[4:6]
     found = letters.alone("HIHI", max_new_tokens=60, temperature=0.0, stop=stop)
     answer = letters.chat("HIHI", temperature=0, stop=[stop], **{name: 60})
-    assert answer.choices[0].message.content == found.texts[0] and found.finish_reasons == ["stop"]
+    assert found.texts[0] == whole[:6] and answer.choices[0].message.content == whole[: whole.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
+    chunks = list(letters.chat("HIHI", temperature=0, stop=stop, stream=True, **{name: 60}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole[: whole.find(stop)]
+    texts = letters.text(["HIHI", "HIHI"], temperature=0, stop=stop, max_tokens=60).choices
+    assert [choice.text for choice in texts] == [whole[: whole.find(stop)]] * 2
 
 
 def test_without_a_limit_an_answer_may_fill_the_context(letters):
@@ -217,8 +232,33 @@ REFUSED = [
     ({"n": 2, "stream": True}, "a streamed answer must be one"),
     ({"logprobs": True, "stream": True}, "a streamed answer must be one"),
     ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
-    ({"n": 0}, "num_return_sequences must be"),
-    ({"extra_body": {"n": "two"}}, "n must be an integer, got 'two'"),
+    ({"n": 0}, "n must be an integer in \\[1, 1024\\], got 0"),
+    ({"n": 2000}, "n must be an integer in"),
+    ({"extra_body": {"n": "two"}}, "n must be an integer in .*got 'two'"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an integer in"),
+    ({"extra_body": {"stream": "yes"}}, "stream must be true or false"),
+    ({"extra_body": {"temperature": "0.5"}}, "temperature must be a number"),
+    ({"extra_body": {"max_tokens": [1]}}, "max_tokens must be an integer"),
+    ({"extra_body": {"stop": 5}}, "stop must be a text, or several"),
+    ({"extra_body": {"logit_bias": [1]}}, "logit_bias must be an object of token ids and numbers"),
+    ({"extra_body": {"logit_bias": {"a": 1}}}, "logit_bias must be an object of token ids and numbers"),
+    ({"extra_body": {"generation_config": "{"}}, "generation_config must be a text of JSON"),
+    ({"extra_body": {"generation_config": '{"nonsense": 3}'}}, "generation_config must be a text of JSON"),
+    ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "chat_template_kwargs must be an object"),
+    ({"extra_body": {"tools": 5}}, "tools must be a list of objects"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "the model's chat template shows it none"),
+    ({"extra_body": {"messages": []}}, "messages must be a list of at least one message"),
+    ({"extra_body": {"messages": [{}]}}, "messages must be a list of at least one message"),
+    ({"extra_body": {"messages": [{"role": "user", "content": 5}]}}, "messages must be a list of at least"),
+    ({"extra_body": {"messages": [{"role": "user", "content": [{"type": "text"}]}]}}, "messages must be a list of"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://none"}}]}]},
+        "contents must be of text for this model, got image_url",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+        "response_format must be a schema that xgrammar compiles here",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format must be of type"),
     ({"response_format": {"type": "json_schema"}}, "response_format must be of type"),
     ({"temperature": -1.0}, "temperature must be >= 0"),
@@ -236,17 +276,29 @@ def test_what_cannot_be_honoured_is_refused(letters, settings, message):
     assert raised.value.body["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("prompt", [[], 5, [[1], None], {"text": "ABC"}])
+@pytest.mark.parametrize("prompt", [[], 5, [[1], None], {"text": "ABC"}, [[True]], [[]]])
 def test_prompts_are_texts_or_token_ids(letters, prompt):
     with pytest.raises(openai.BadRequestError, match="prompt must be a text or token ids, or several"):
         letters.text(prompt, max_tokens=2)
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "nowhere"])
+@pytest.mark.parametrize(
+    "body", [b"{", b'{"prompt": "a\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}']
+)
+def test_errors_have_the_form_of_openais(letters, path, body):
+    """Also of what is no JSON, of half a character, and of paths that are not served."""
+    request = Request(f"{letters.client.base_url}{path}", body, {"Content-Type": "application/json"})
+    with pytest.raises(HTTPError) as raised:
+        urlopen(request, timeout=60)
+    assert raised.value.code == (404 if path == "nowhere" else 400)
+    assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize(("params", "served"), [(ChatParams, OF_CHATS), (TextParams, OF_TEXTS)])
 def test_every_field_of_the_client_is_served_harmless_or_refused(params, served):
-    fields = set(params.__annotations__) | set(params.__mro_entries__(()) if False else ())
-    fields |= set(getattr(params, "__mutable_keys__", ()))
-    assert len(fields) > 10
+    fields = set(typing.get_type_hints(params))
+    assert len(fields) > 15
     for name in fields - served - OF_THE_CLIENT:
         with pytest.raises(ValueError, match=f"{name} must be left out, got 'something'"):
             check_fields({name: "something"}, served)
@@ -268,8 +320,9 @@ def test_added_fields_are_the_engines(letters):
     answer = letters.chat("ABC", extra_body=more, **settings)
     (alone,) = letters.repeated("ABC", answer.system_fingerprint, temperature=1.0, max_new_tokens=12, **more)
     assert answer.choices[0].message.content == alone.text
-    biased = letters.chat("ABC", temperature=0, max_tokens=4, logit_bias={"7": 100})
-    assert biased.choices[0].message.content == letters.tokenizer.decode([7] * 4)
+    biased = {"temperature": 0, "max_tokens": 4, "logit_bias": {"7": 100}}
+    assert letters.chat("ABC", **biased).choices[0].message.content == letters.tokenizer.decode([7] * 4)
+    assert letters.text("ABC", **biased).choices[0].text == letters.tokenizer.decode([7] * 4)
 
 
 def test_requests_of_one_seed_are_draws_of_their_own(letters):
@@ -321,13 +374,135 @@ def test_whoever_leaves_a_stream_ends_its_row(letters):
     assert asyncio.run(leave()) < 400 and told[0]
 
 
+def open_requests(served: Served) -> int:
+    return sum(len(run._arrivals.open) for run in served.answers._runs._runs.values())
+
+
+def until(holds, seconds: float = 60) -> None:
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < seconds
+        time.sleep(0.01)
+
+
+ENDLESS = {"max_tokens": 400, "temperature": 1.0, "extra_body": {"generation_config": '{"eos_token_id": []}'}}
+
+
+@pytest.fixture
+def slow(letters, monkeypatch):
+    """Forwards of 20 ms, so that 400 tokens take seconds."""
+    forward = letters.answers.engine.model.forward
+    monkeypatch.setattr(
+        letters.answers.engine.model, "forward", lambda *given, **named: time.sleep(0.02) or forward(*given, **named)
+    )
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_whoever_hangs_up_ends_his_answer(letters, slow, is_stream):
+    """Also where it waits for a place."""
+    begun = time.monotonic()
+    with ThreadPoolExecutor(6) as pool:
+        impatient = letters.client.with_options(timeout=1.0)
+
+        def ask(_: int) -> None:
+            messages = [{"role": "user", "content": "ABC"}]
+            made = impatient.chat.completions.create(model=letters.name, messages=messages, stream=is_stream, **ENDLESS)
+            next(iter(made))
+            made.close()
+
+        asked = [pool.submit(ask, number) for number in range(6)]
+        until(lambda: open_requests(letters) > 0)
+        assert all(one.exception(60) is None or isinstance(one.exception(), openai.APITimeoutError) for one in asked)
+    until(lambda: open_requests(letters) == 0, seconds=3)
+    assert time.monotonic() - begun < 6
+
+
+def test_a_bad_prompt_of_several_ends_the_others(letters, slow):
+    with pytest.raises(openai.BadRequestError, match="prompt tokens must be in"):
+        letters.text([[5, 6], [7, 8], [10**6]], **ENDLESS)
+    until(lambda: open_requests(letters) == 0, seconds=3)
+
+
+def test_streams_end_as_openais_do(letters):
+    messages = [{"role": "user", "content": "ABC"}]
+    body = {"model": letters.name, "messages": messages, "stream": True, "max_tokens": 3}
+    with letters.client.chat.completions.with_streaming_response.create(**body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+
+
+def test_the_model_is_named_and_others_are_not(letters):
+    assert letters.client.models.retrieve(letters.name).id == letters.name
+    with pytest.raises(openai.NotFoundError, match="another is not served"):
+        letters.client.models.retrieve("another")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "shown"),
+    [
+        (["a", "b", "c"], [], "abc"),
+        (["ab", "cd"], ["bc"], "a"),
+        (["ab", "ab", "ac"], ["abac"], "ab"),
+        (["ab", "ab", "ad"], ["abac"], "ababad"),
+        (["xab"], ["abc", "b"], "xa"),
+        (["x", "", "yz"], ["z!"], "xyz"),
+        (["stop"], ["stop"], ""),
+    ],
+)
+def test_no_stop_string_is_shown(pieces, stops, shown):
+    loop, queue = asyncio.new_event_loop(), asyncio.Queue()
+    streamer = _Streamer(letter_tokenizer()._tokenizer, loop, queue, response_parser=None, stops=stops, future=None)
+    for piece in [*pieces, None]:
+        streamer._enqueue(piece)
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    found = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert found[-1] is None and "".join(found[:-1]) == shown == before_stop("".join(pieces), stops)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_soon_and_saves(tmp_path, number):
+    folder, lookup = tmp_path / "letters", tmp_path / "letters.lookup"
+    tokenizer, model = letter_tokenizer(), copy.deepcopy(tiny_model("llama"))
+    tokenizer.chat_template = TEMPLATE
+    model.generation_config = GenerationConfig(eos_token_id=None)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    port = free_port()
+    command_line = [sys.executable, "-m", "stand.plugins.server", str(folder), "--device", "cpu", "--port", str(port)]
+    process = subprocess.Popen([*command_line, "--save-lookup", str(lookup)], stderr=subprocess.PIPE, text=True)
+    try:
+        client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        until(lambda: process.poll() is None and listens(client))
+        asked = {"model": str(folder), "messages": [{"role": "user", "content": "ABC"}]}
+        client.chat.completions.create(**asked, max_tokens=20)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.chat.completions.create, **asked, n=1024, max_tokens=400)
+            time.sleep(0.5)
+            process.send_signal(number)
+            process.wait(20)
+            assert isinstance(waiting.exception(60), (openai.APIConnectionError, openai.InternalServerError))
+    finally:
+        process.kill()
+    assert "terminate called" not in process.stderr.read()
+    assert len(stand.BlendedLookup.load(lookup)) > 0
+
+
+def listens(client: openai.OpenAI) -> bool:
+    try:
+        return bool(client.models.list().data)
+    except openai.APIConnectionError:
+        return False
+
+
 def test_a_server_that_ends_ends_its_runs(tmp_path):
     served = Served(tmp_path, letter_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=2)
     served.chat("ABC", max_tokens=3)
     (run,) = served.answers._runs._runs.values()
     served.end()
     assert not run.is_open and not run._thread.is_alive()
-    with pytest.raises(RuntimeError, match=r"requests must come before close\(\)"):
+    with pytest.raises(ClosedError, match=r"requests must come before close\(\)"):
         served.answers._runs.submit([5], {})
 
 
@@ -339,11 +514,13 @@ def test_the_command_serves_and_saves(tmp_path, monkeypatch):
     tokenizer.save_pretrained(folder)
     given = {}
 
-    def run(app, **settings):
-        given.update(settings)
-        routes = {route.path for route in app.routes}
+    def run(server):
+        given.update(host=server.config.host, port=server.config.port, log_level=server.config.log_level)
+        routes = {route.path for route in server.config.app.routes}
         assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= routes
         made[-1].engine.lookup.learn([1], [2, 3])
+        if server._saver is not None:
+            server._saver.finish()
 
     def new_answers(*told, **how):
         made.append(Answers(*told, **how))
@@ -351,7 +528,7 @@ def test_the_command_serves_and_saves(tmp_path, monkeypatch):
 
     made: list[Answers] = []
     monkeypatch.setattr(command, "Answers", new_answers)
-    monkeypatch.setattr(command.uvicorn, "run", run)
+    monkeypatch.setattr(command.Server, "run", run)
     command.main(
         [str(folder), "--save-lookup", str(lookup), "--device", "cpu", "--port", "81", "--keep-prompts", "0.1"]
     )

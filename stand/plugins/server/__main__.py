@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Coroutine
+from contextlib import nullcontext
+from functools import partial
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.model_manager import ModelManager
 
 from stand.drafters.blended import BlendedDrafter
+from stand.plugins.open_runs import ClosedError
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.plugins.server.answers import Answers, OneManager
 from stand.plugins.server.handlers import ChatHandler, TextHandler
 from stand.trees import BlendedLookup
 from stand.wrapping import wrap
+
+POLLING = 0.5  # seconds between two looks at whether a client is still there
+
+
+class Server(uvicorn.Server):
+    """Ends what is decoded before it waits for those who are connected."""
+
+    def __init__(self, config: uvicorn.Config, manager: Answers, saver: Saver | None = None):
+        super().__init__(config)
+        self._manager, self._saver = manager, saver
+
+    async def shutdown(self, sockets: list | None = None) -> None:
+        await asyncio.to_thread(self._manager.stop)
+        await super().shutdown(sockets)
+        if self._saver is not None:
+            self._saver.finish()  # here: uvicorn raises SIGTERM again, by which the process ends
 
 
 def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dict | None = None) -> FastAPI:
@@ -28,45 +50,51 @@ def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dic
     state = OneManager(manager)
     chats = ChatHandler(models, state, chat_template_kwargs=chat_template_kwargs)
     texts = TextHandler(models, state)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        manager.stop()
-
-    app = FastAPI(lifespan=lifespan)
     begun = int(time.time())
-
-    @app.exception_handler(ValueError)
-    async def refuse(request: Request, error: ValueError) -> JSONResponse:
-        return _error(400, str(error))
-
-    @app.exception_handler(Exception)
-    async def tell(request: Request, error: Exception) -> JSONResponse:
-        return _error(500, f"{type(error).__name__}: {error}")
-
-    @app.exception_handler(HTTPException)
-    async def pass_on(request: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail))
+    app = FastAPI()
+    for kind, status in ((ValueError, 400), (TemplateError, 400), (ClosedError, 503), (Exception, 500)):
+        app.add_exception_handler(kind, partial(_tell, status))
+    app.add_exception_handler(RequestValidationError, partial(_tell, 400))
+    app.add_exception_handler(HTTPException, _pass_on)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: dict) -> object:
-        return await chats.handle_request(body, _name("chatcmpl", request))
+        return await _while_connected(request, chats.handle_request(body, _name("chatcmpl", request)))
 
     @app.post("/v1/completions")
     async def text(request: Request, body: dict) -> object:
-        return await texts.handle_request(body, _name("cmpl", request))
+        return await _while_connected(request, texts.handle_request(body, _name("cmpl", request)))
+
+    def shown() -> dict:
+        return {"id": models.force_model, "object": "model", "created": begun, "owned_by": "stand"}
 
     @app.get("/v1/models")
     async def list_models() -> dict:
-        model = {"id": models.force_model, "object": "model", "created": begun, "owned_by": "stand"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [shown()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict:
+        if name != models.force_model:
+            raise HTTPException(404, f"{name} is not served, {models.force_model} is")
+        return shown()
 
     @app.get("/health")
     async def health() -> dict:
         return {"status": "ok"}
 
     return app
+
+
+async def _while_connected(request: Request, answering: Coroutine[None, None, object]) -> object:
+    """The answer; one that nobody waits for any more is ended."""
+    task = asyncio.ensure_future(answering)
+    try:
+        while not (await asyncio.wait({task}, timeout=POLLING))[0]:
+            if await request.is_disconnected():
+                raise ClosedError("nobody waits for the answer any more")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,12 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
     saver = None if options.save_lookup is None else Saver(manager, engine.lookup, options.save_lookup)
     kept = nullcontext() if options.keep_prompts is None else engine.keep_prompts(options.keep_prompts * 2**30)
     app = new_app(manager, models, chat_template_kwargs=options.chat_template_kwargs)
-    try:
-        with kept:
-            uvicorn.run(app, host=options.host, port=options.port, log_level=options.log_level)
-    finally:
-        if saver is not None:
-            saver.finish()
+    config = uvicorn.Config(app, host=options.host, port=options.port, log_level=options.log_level)
+    with kept:
+        Server(config, manager, saver).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,6 +150,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _name(kind: str, request: Request) -> str:
     return request.headers.get("x-request-id") or f"{kind}-{uuid.uuid4().hex}"
+
+
+async def _tell(status: int, request: Request, error: Exception) -> JSONResponse:
+    return _error(status, str(error) if status < 500 else f"{type(error).__name__}: {error}")
+
+
+async def _pass_on(request: Request, error: HTTPException) -> JSONResponse:
+    return _error(error.status_code, str(error.detail))
 
 
 def _error(status: int, message: str) -> JSONResponse:

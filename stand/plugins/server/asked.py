@@ -1,10 +1,14 @@
-"""What a request's body asks beside transformers' settings, and the refusal of what would be ignored."""
+"""What a request's body asks beside transformers' settings. What does not fit, or would be ignored, is refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from transformers import GenerationConfig
+
+Body = Mapping[str, object]
 
 ADDED = ("top_k", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, by the names that vLLM takes
 SERVED = frozenset({
@@ -22,8 +26,13 @@ OF_THE_CLIENT = frozenset({  # no answer depends on them
 NEUTRAL = {  # values by which a field asks for nothing
     "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("auto",), "functions": ([],),
     "modalities": (["text"],), "parallel_tool_calls": (True,), "presence_penalty": (0,), "suffix": ("",),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
 }  # fmt: skip
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+WHOLE = ("max_tokens", "max_completion_tokens", "top_k", "seed")
+OF_THE_SERVER = frozenset({"add_generation_prompt", "tokenize", "return_tensors", "return_dict", "tools"})
+MOST_ANSWERS = 1024  # of a request: those of later ones wait for them
+MOST_LOGPROBS = 20  # per place, as OpenAI has it
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -39,17 +48,17 @@ class Asked:
     schema: str | None = None
 
     @classmethod
-    def of(cls, body: Mapping[str, object]) -> Asked:
+    def of(cls, body: Body) -> Asked:
         """Raises ValueError for what does not fit, also where answers are streamed."""
-        count = _whole(body, "n", 1)
-        _whole(body, "seed", None)
+        count = 1 if body.get("n") is None else _whole(body, "n", least=1, most=MOST_ANSWERS)
         given = body.get("logprobs")
         if isinstance(given, bool) or given is None:  # a chat's
-            logprobs = _whole(body, "top_logprobs", 0) if given else None
             if not given and body.get("top_logprobs"):
                 raise ValueError(f"top_logprobs needs logprobs=true, got {body['top_logprobs']!r} alone; give both")
+            of_top = 0 if body.get("top_logprobs") is None else _whole(body, "top_logprobs", most=MOST_LOGPROBS)
+            logprobs = of_top if given else None
         else:
-            logprobs = _whole(body, "logprobs", 0)
+            logprobs = _whole(body, "logprobs", most=MOST_LOGPROBS)
         if body.get("stream") and (count > 1 or logprobs is not None):
             raise ValueError(
                 f"a streamed answer must be one, without log-probabilities, got n={count} and logprobs={given!r}; "
@@ -58,20 +67,100 @@ class Asked:
         return cls(count, logprobs, _schema(body.get("response_format")))
 
 
-def check_fields(body: Mapping[str, object], served: Collection[str]) -> None:
-    """Raises ValueError for a field that would be ignored."""
+def check_fields(body: Body, served: Collection[str]) -> None:
+    """Raises ValueError for a field that would be ignored, and for a value of another kind."""
     for name, value in body.items():
         is_free = name in served or name in OF_THE_CLIENT or value is None
         if not is_free and value not in NEUTRAL.get(name, ()):
             raise ValueError(f"{name} must be left out, got {value!r:.80}; this server does not serve it")
+    for name in NUMBERS:
+        value = body.get(name)
+        _check(value is None or _is_number(value), name, "a number", value)
+    for name in WHOLE:
+        if body.get(name) is not None:
+            _whole(body, name, least=None)
+    _check(body.get("stream") in (None, True, False), "stream", "true or false", body.get("stream"))
+    stop = body.get("stop")
+    is_stop = stop is None or _is_text(stop) or isinstance(stop, list) and all(map(_is_text, stop))
+    _check(is_stop, "stop", "a text, or several", stop)
+    _check_bias(body.get("logit_bias"))
+    _check_config(body.get("generation_config"))
 
 
-def _whole(body: Mapping[str, object], name: str, default: int | None) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r:.80}; leave it out for the default")
+def check_chat(body: Body) -> None:
+    """Raises ValueError for what is no chat."""
+    messages, kwargs, tools = (body.get(name) for name in ("messages", "chat_template_kwargs", "tools"))
+    is_chat = isinstance(messages, list) and messages and all(map(_is_message, messages))
+    rule = "a list of at least one message, each with a role and a content of text or parts"
+    _check(bool(is_chat), "messages", rule, messages)
+    is_named = kwargs is None or isinstance(kwargs, dict) and not OF_THE_SERVER & set(kwargs)
+    _check(is_named, "chat_template_kwargs", "an object of the template's own names", kwargs)
+    is_listed = tools is None or isinstance(tools, list) and all(isinstance(one, dict) for one in tools)
+    _check(is_listed, "tools", "a list of objects", tools)
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict) or not _is_text(message.get("role")):
+        return False
+    content, calls = message.get("content"), message.get("tool_calls")
+    are_calls = calls is None or isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    is_listed = isinstance(content, list) and all(map(_is_part, content))
+    return are_calls and (is_listed or _is_text(content) or content is None and bool(calls))
+
+
+def _is_part(part: object) -> bool:
+    if not isinstance(part, dict) or not _is_text(part.get("type")):
+        return False
+    return part["type"] != "text" or _is_text(part.get("text"))
+
+
+def _check_bias(bias: object) -> None:
+    is_bias = (
+        bias is None
+        or isinstance(bias, dict)
+        and all(_is_text(token) and token.isdigit() and _is_number(value) for token, value in bias.items())
+    )
+    _check(is_bias, "logit_bias", "an object of token ids and numbers", bias)
+
+
+def _check_config(config: object) -> None:
+    if config is None:
+        return
+    try:
+        names = set(json.loads(config))
+    except (TypeError, ValueError):
+        names = {""}
+    unknown = sorted(names - set(GenerationConfig().to_dict()))
+    _check(not unknown, "generation_config", "a text of JSON with fields of a GenerationConfig", config)
+
+
+def _check(is_sound: bool, name: str, rule: str, value: object) -> None:
+    if not is_sound:
+        raise ValueError(f"{name} must be {rule}, got {value!r:.80}; see docs/server.md and OpenAI's reference")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """No half of a character, which JSON can name, and no tokenizer takes."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def is_prompt(value: object) -> bool:
+    """A text, or token ids."""
+    is_ids = isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    return _is_text(value) or is_ids
+
+
+def _whole(body: Body, name: str, *, least: int | None = 0, most: int | None = None) -> int:
+    value = body[name]
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or least is not None and value < least or most is not None and value > most:
+        lower, upper = ("" if bound is None else bound for bound in (least, most))
+        rule = "an integer" if least is None else f"an integer in [{lower}, {upper}]"
+        raise ValueError(f"{name} must be {rule}, got {value!r:.80}; leave it out for the default")
     return value
 
 

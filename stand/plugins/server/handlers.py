@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import lru_cache
 from inspect import isawaitable
 
@@ -14,13 +14,22 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.utils import Modality
 
 from stand.plugins.logprob_places import bytes_of, places_of
-from stand.plugins.server.answers import ASKED, Answers, Begun, Ready
-from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_fields
+from stand.plugins.server.answers import ASKED, Answers, Ready
+from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
+from stand.plugins.server.streams import Begun, before_stop, stop_strings
 from stand.scheduling.request import Trajectory
 
 Body = dict[str, object]
+
+LEAST = -9999.0  # JSON has no number for what cannot come
+TEXT = frozenset({"text"})
+PARTS = {  # of contents, by what a model takes
+    Modality.VLM: TEXT | {"image_url", "video_url"},
+    Modality.MULTIMODAL: TEXT | {"image_url", "video_url", "input_audio", "audio_url"},
+}
 
 
 class _Checked:
@@ -34,9 +43,8 @@ class _Checked:
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
     ) -> GenerationConfig:
-        given = {name: value for name, value in body.items() if name != "seed"}  # else transformers would seed torch
-        if given.get("logit_bias") is not None:  # transformers wants floats
-            given["logit_bias"] = {token: float(bias) for token, bias in given["logit_bias"].items()}
+        # A seed would be torch's. Of the two kinds of requests transformers follows the bias of one.
+        given = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
         limit = given.pop("max_completion_tokens", None)
         limit = given.pop("max_tokens", None) if limit is None else limit
         config = super()._build_generation_config(given, model_generation_config, use_cb=use_cb)
@@ -47,6 +55,8 @@ class _Checked:
             config.do_sample = True
         if body.get("generation_config") is None or limit is not None:
             config.max_new_tokens = limit  # None: as many as the context holds
+        if body.get("logit_bias"):
+            config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
         setattr(config, ASKED, Asked.of(body))
         return config
 
@@ -68,7 +78,10 @@ class _Checked:
     ) -> StreamingResponse:
         """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
         begun = Begun(await gen_manager.begun(inputs, gen_config))
-        return super()._streaming(request_id, model, processor, model_id, inputs, gen_config, begun, *more, **beside)
+        stream = super()._streaming
+        response = stream(request_id, model, processor, model_id, inputs, gen_config, begun, *more, **beside)
+        response.body_iterator = _with_end(response.body_iterator)
+        return response
 
     async def _non_streaming(
         self,
@@ -88,7 +101,7 @@ class _Checked:
             own = copy.deepcopy(gen_config)
             of_one = super()._non_streaming
             response = await of_one(request_id, model, processor, model_id, inputs, own, Ready(answer), *more, **beside)
-            made.append(json.loads(response.body))
+            made.append(self._cut(json.loads(response.body), answer, stop_strings(gen_config)))
         tokenizer = getattr(processor, "tokenizer", processor)
         return JSONResponse(_joined(made, answers, _texts_of(tokenizer), self._logprobs))
 
@@ -97,6 +110,36 @@ class ChatHandler(_Checked, ChatCompletionHandler):
     """/v1/chat/completions"""
 
     _served = OF_CHATS
+
+    async def handle_request(self, body: Body, request_id: str) -> object:
+        given = {name: value for name, value in body.items() if name != "tools" or body.get("tool_choice") != "none"}
+        return await super().handle_request(given, request_id)
+
+    def _validate_request(self, body: Body) -> None:
+        super()._validate_request(body)
+        check_chat(body)
+        if body.get("tools"):
+            processor = self._resolve_model({"model": body.get("model")})[2]
+            template = str(getattr(processor, "chat_template", None) or "")
+            if "tools" not in template:
+                raise ValueError("tools must be left out, got some; the model's chat template shows it none")
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[Body], modality: Modality) -> list[Body]:
+        """Transformers leaves out what a model does not take."""
+        allowed = PARTS.get(modality, TEXT)
+        parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+        kinds = sorted({part["type"] for part in parts} - allowed)
+        if kinds:
+            raise ValueError(f"contents must be of {', '.join(sorted(allowed))} for this model, got {', '.join(kinds)}")
+        return ChatCompletionHandler.get_processor_inputs_from_messages(messages, modality)
+
+    @staticmethod
+    def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:
+        message = made["choices"][0]["message"]
+        if answer.finish_reason == "stop" and message.get("content"):
+            message["content"] = before_stop(message["content"], stops)
+        return made
 
     @staticmethod
     def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
@@ -113,6 +156,12 @@ class TextHandler(_Checked, CompletionHandler):
 
     _served = OF_TEXTS
 
+    @staticmethod
+    def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:
+        if answer.finish_reason == "stop":
+            made["choices"][0]["text"] = before_stop(made["choices"][0]["text"], stops)
+        return made
+
     async def handle_request(self, body: Body, request_id: str) -> object:
         prompts = _prompts(body.get("prompt"))
         if len(prompts) == 1 and isinstance(prompts[0], str):
@@ -120,8 +169,12 @@ class TextHandler(_Checked, CompletionHandler):
         if body.get("stream"):
             raise ValueError(f"a streamed answer must be of one text, got {len(prompts)} prompts; leave stream out")
         self._validate_request({**body, "prompt": ""})
-        answered = [self._answered({**body}, prompt, request_id) for prompt in prompts]
-        made = [json.loads(response.body) for response in await asyncio.gather(*answered)]
+        tasks = [asyncio.create_task(self._answered({**body}, prompt, request_id)) for prompt in prompts]
+        try:
+            made = [json.loads(response.body) for response in await asyncio.gather(*tasks)]
+        finally:
+            for task in tasks:
+                task.cancel()  # where one of them has failed, or nobody waits any more
         return JSONResponse(_of_prompts(made))
 
     async def _answered(self, body: Body, prompt: str | list[int], request_id: str) -> JSONResponse:
@@ -138,8 +191,8 @@ class TextHandler(_Checked, CompletionHandler):
         texts = [own[0] for own, *_ in places]
         return {
             "tokens": texts,
-            "token_logprobs": [own[1] for own, *_ in places],
-            "top_logprobs": [dict(others) for _, *others in places],
+            "token_logprobs": [max(own[1], LEAST) for own, *_ in places],
+            "top_logprobs": [{text: max(value, LEAST) for text, value in others} for _, *others in places],
             "text_offset": [len("".join(texts[:place])) for place in range(len(texts))],
         }
 
@@ -194,15 +247,20 @@ def _texts_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 
 
 def _entry(text: str, value: float) -> Body:
-    return {"token": text, "logprob": value, "bytes": bytes_of(text)}
+    return {"token": text, "logprob": max(value, LEAST), "bytes": bytes_of(text)}
+
+
+async def _with_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """As OpenAI ends a stream, which transformers does not."""
+    async for event in events:
+        yield event
+    yield "data: [DONE]\n\n"
 
 
 def _prompts(given: object) -> list[str | list[int]]:
     """Raises ValueError for what is neither texts nor token ids."""
-    listed = given if isinstance(given, list) else [given]
-    if isinstance(given, list) and given and all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
-        listed = [listed]
-    if not listed or not all(isinstance(one, (str, list)) for one in listed):
+    listed = [given] if is_prompt(given) else given
+    if not isinstance(listed, list) or not all(one and is_prompt(one) for one in listed) or not listed:
         raise ValueError(f"prompt must be a text or token ids, or several, got {given!r:.80}; see OpenAI's reference")
     return listed
 

@@ -1,0 +1,153 @@
+"""Answers that are streamed: tokens as they come, and texts without stop strings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import DirectStreamer, _GenerationCancelled, _StreamError
+
+from stand.scheduling.request import Trajectory
+
+
+class TokenStream:
+    """Tokens of one answer, which wait until somebody shows them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self.future: Future | None = None  # of the answer
+        self._lock = threading.Lock()
+        self._waiting: list[list[int]] = []
+        self._show: Callable[[list[int]], None] | None = None
+        self._end: Callable[[Future], None] | None = None
+        self._ended: Future | None = None
+        self.begun: asyncio.Future = loop.create_future()  # done with the first tokens; what came instead is raised
+
+    def add(self, row: int, token_ids: list[int]) -> None:
+        """Raises what showing them raises."""
+        with self._lock:
+            if self._show is None:
+                self._waiting.append(token_ids)
+            else:
+                self._show(token_ids)
+        self._loop.call_soon_threadsafe(self._begin, None)
+
+    def end(self, future: Future) -> None:
+        with self._lock:
+            self._ended = future
+            if self._end is not None:
+                self._end(future)
+        self._loop.call_soon_threadsafe(self._begin, future)
+
+    def show(self, show: Callable[[list[int]], None], end: Callable[[Future], None]) -> None:
+        """show: called with what waits, and with what comes. end: with the future of the answer, when it is done."""
+        with self._lock:
+            for token_ids in self._waiting:
+                show(token_ids)
+            self._show, self._end = show, end
+            if self._ended is not None:
+                end(self._ended)
+
+    def _begin(self, future: Future | None) -> None:
+        if self.begun.done():
+            return
+        failure = None if future is None or future.cancelled() else future.exception()
+        if failure is None:
+            self.begun.set_result(None)
+        else:
+            self.begun.set_exception(failure)
+
+
+class Begun:
+    """In the place of a manager: an answer that is coming."""
+
+    def __init__(self, stream: TokenStream):
+        self._stream = stream
+
+    def generate_streaming(
+        self,
+        model: object,
+        processor: object,
+        inputs: Mapping[str, object],
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: object = None,
+    ) -> tuple[asyncio.Queue, DirectStreamer]:
+        """As transformers' managers: texts go to the queue, None behind the last one. When it comes, `max_new_tokens`
+        of the settings tells whether the answer has met its limit."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        stops = stop_strings(gen_config)
+        beside = {"response_parser": response_parser, "stops": stops, "future": self._stream.future}
+        streamer = _Streamer(tokenizer, loop, queue, **beside)
+        streamer.put(inputs["input_ids"])  # the prompt, which it leaves out
+
+        def end(future: Future[list[Trajectory]]) -> None:
+            failure = None if future.cancelled() else future.exception()
+            if failure is None:
+                if not future.cancelled():
+                    set_limit(gen_config, future.result()[0])
+                streamer.end()
+            elif not isinstance(failure, _GenerationCancelled):
+                told = json.dumps(str(failure))[1:-1]  # transformers puts it between quotes
+                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(told))
+
+        self._stream.show(lambda token_ids: streamer.put(torch.tensor(token_ids)), end)
+        return queue, streamer
+
+
+class _Streamer(DirectStreamer):
+    """Shows no stop string, and nothing behind one. Whoever leaves ends the answer, also one that waits."""
+
+    def __init__(self, *told: object, response_parser: object, stops: Sequence[str], future: Future):
+        self._stops, self._future = stops, future
+        self._held = ""  # text that may be the beginning of a stop string
+        self._is_over = False
+        super().__init__(*told, response_parser=response_parser)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._future.cancel()
+
+    def _enqueue(self, item: object) -> None:
+        """Thoughts and calls of tools are shown as they are."""
+        if type(item) is not str or not self._stops:
+            held, self._held = self._held, ""
+            if held:
+                super()._enqueue(held)
+            super()._enqueue(item)
+        elif not self._is_over:
+            text = self._held + item
+            shown = before_stop(text, self._stops)
+            self._is_over = len(shown) < len(text)
+            count = 0 if self._is_over else _num_held(shown, self._stops)
+            self._held = shown[len(shown) - count :]
+            if len(shown) > count:
+                super()._enqueue(shown[: len(shown) - count])
+
+
+def stop_strings(config: GenerationConfig) -> list[str]:
+    given = config.stop_strings or []
+    return [given] if isinstance(given, str) else list(given)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """What is shown of an answer, which ends with its first stop string."""
+    found = [place for place in map(text.find, stops) if place >= 0]
+    return text[: min(found)] if found else text
+
+
+def _num_held(text: str, stops: Sequence[str]) -> int:
+    """Characters at its end with which a stop string may begin."""
+    most = min(len(text), max(map(len, stops)) - 1)
+    return next((count for count in range(most, 0, -1) if any(stop.startswith(text[-count:]) for stop in stops)), 0)
+
+
+def set_limit(config: GenerationConfig, answer: Trajectory) -> None:
+    """Where transformers' handlers look whether an answer has met its limit."""
+    config.max_new_tokens = len(answer.token_ids) if answer.finish_reason in ("length", "time") else None

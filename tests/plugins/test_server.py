@@ -312,6 +312,10 @@ def test_neutral_fields_are_taken(letters):
     answer = letters.chat("ABC", max_tokens=2, presence_penalty=0, n=1, user="me", store=False, tool_choice="auto")
     assert answer.usage.completion_tokens <= 2
     assert letters.chat("ABC", max_tokens=2, response_format={"type": "text"}).usage.completion_tokens <= 2
+    nothing = {"chat_template_kwargs": None, "tools": None, "stop": None, "top_k": -1}
+    assert letters.chat("ABC", max_tokens=2, extra_body=nothing).usage.completion_tokens <= 2
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert letters.chat("ABC", max_tokens=2, tools=tools, tool_choice="none").usage.prompt_tokens == 3
 
 
 def test_added_fields_are_the_engines(letters):

@@ -59,11 +59,11 @@ def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dic
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: dict) -> object:
-        return await _while_connected(request, chats.handle_request(body, _name("chatcmpl", request)))
+        return await _while_connected(request, chats.handle_request(_given(body), _name("chatcmpl", request)))
 
     @app.post("/v1/completions")
     async def text(request: Request, body: dict) -> object:
-        return await _while_connected(request, texts.handle_request(body, _name("cmpl", request)))
+        return await _while_connected(request, texts.handle_request(_given(body), _name("cmpl", request)))
 
     def shown() -> dict:
         return {"id": models.force_model, "object": "model", "created": begun, "owned_by": "stand"}
@@ -146,6 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template-kwargs", type=json.loads, default={}, help="JSON for the chat template (none)")
     add("--log-level", default="warning", help="of the web server (warning)")
     return parser
+
+
+def _given(body: dict) -> dict:
+    """Fields that are null are as if they were not there."""
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _name(kind: str, request: Request) -> str:

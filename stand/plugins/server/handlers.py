@@ -50,7 +50,8 @@ class _Checked:
         config = super()._build_generation_config(given, model_generation_config, use_cb=use_cb)
         for name in ADDED:
             if body.get(name) is not None:
-                setattr(config, name, body[name])
+                is_off = name == "top_k" and body[name] == -1  # as vLLM says it
+                setattr(config, name, 0 if is_off else body[name])
         if (body.get("temperature") or 0) > 0:
             config.do_sample = True
         if body.get("generation_config") is None or limit is not None:

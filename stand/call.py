@@ -162,8 +162,9 @@ class Call:
         if self._own_seed is None:
             self._own_seed = self._new_own_seed()
             self._prompts.begin()
-        elif self._is_open and not scheduler.live:
-            self._prompts.begin()  # meanwhile weights may have been changed
+        elif self._is_open and not scheduler.is_running():
+            self._prompts.keep_only(scheduler.waiting_row)  # weights may be changed while nobody waits for an answer
+            self._prompts.begin()
         for row in scheduler.rows_left():
             row.finish_reason = "cancelled"
             self._end(row)
@@ -186,7 +187,10 @@ class Call:
                 or not scheduler.has_memory_for(coming)
                 or scheduler.prepared(coming, self._prompts.ready) is not None
             )
-            self._prompts.keep_only(scheduler.next_row() if scheduler.live else None)
+            if scheduler.live:
+                self._prompts.keep_only(scheduler.next_row(), scheduler.problems_to_keep())
+            else:
+                self._prompts.keep_only(None)
         self.stats.num_prompt_tokens = self._prompts.num_tokens
         self.stats.num_copied_prompt_tokens = self._prompts.num_copied
         self.stats.num_put_back, self.stats.num_replayed_tokens = scheduler.num_put_back, self._prompts.num_replayed

@@ -49,6 +49,7 @@ from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
+from stand.simd.threads import release_pool
 from stand.texts.prompts import is_one_prompt
 from stand.texts.streaming import PiecesOfRows, begin_streaming, into, shown
 from stand.trees import BlendedLookup, LookupTree
@@ -213,8 +214,7 @@ class Engine:
 
         max_rows: the most rows that are decoded together. All else is as in `run`, each row's law, too. Which rows are
         decoded together depends on time, so with ratio rules a seed does not repeat their tokens.
-        Raises ValueError also where ranks share the model, for they cannot know when each of them is asked.
-        """
+        Raises ValueError also where ranks share the model, for they cannot know when each of them is asked."""
         max_rows = whole_number("max_rows", max_rows, "16 is the default")
         if self.backend.ranks is not ALONE:
             raise ValueError("an open run needs a process with the model for itself, got ranks that share it; use run")
@@ -222,7 +222,9 @@ class Engine:
             reader, options = self._read_run(**settings)
             arrivals = Arrivals(reader.read, reader.forget, min(max_rows, self.backend.most_rows or max_rows))
             options |= {"num_rows": max_rows, "max_rows": max_rows, "max_cache_bytes": max_cache_bytes}
-            return OpenRun(arrivals, partial(self._call_of, reader, arrivals, **options), self.tokenizer)
+            run = OpenRun(arrivals, partial(self._call_of, reader, arrivals, **options), self.tokenizer)
+        release_pool()  # of steps that were timed
+        return run
 
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but

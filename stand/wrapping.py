@@ -21,6 +21,7 @@ from stand.forward.devices import tensor_group
 from stand.forward.model import text_config
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model
+from stand.simd.threads import release_pool
 from stand.trees import BlendedLookup, LookupTree, vocabulary_fingerprint
 from stand.verifiers import Verifier, get_verifier
 from stand.verifiers.registry import fitted
@@ -68,6 +69,7 @@ def wrap(
     tokenizer = tokenizer if processor is None else getattr(processor, "tokenizer", None)
     attach(drafter, model, tokenizer, rule)
     chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
+    release_pool()  # of the checks: perhaps another thread decodes
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen, processor=processor)
 
 

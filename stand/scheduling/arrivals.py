@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from stand.row import Row
 from stand.scheduling.request import Job, Request, Trajectory
+from stand.simd.threads import release_pool
 
 OnTokens = Callable[[int, list[int]], None]
 
@@ -101,9 +102,12 @@ class Arrivals(Iterator[Job | None]):
         """The call has ended in it: that is what those get who wait, and nobody else may come."""
         for ticket in self.close():
             ticket.fail(error)
+        self.open.clear()
 
     def wait(self) -> bool:
-        """Until a request waits; False where none will."""
+        """Until a request waits; False where none will. Asked by the thread that decodes, which computes nothing
+        meanwhile, so that others may compute faster."""
+        release_pool()
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self.is_closed)
             return bool(self._waiting)

@@ -112,8 +112,8 @@ class _Decoding:
             steps.close()
             traceback.clear_frames(error.__traceback__)  # they hold keys
             self._give()
-            self.failure = error
-            self._arrivals.fail(error)
+            self.failure = error.with_traceback(error.__traceback__.tb_next)  # without this frame, which holds the run
+            self._arrivals.fail(self.failure)
         finally:
             steps.close()
 

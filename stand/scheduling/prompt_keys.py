@@ -4,7 +4,7 @@ when it was put back."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from weakref import finalize
 
@@ -116,9 +116,10 @@ class PromptKeys:
         """[L - 1, D] of a prompt of L tokens that is ready."""
         return torch.cat(prompt.features) if prompt.features else no_features(self._model)
 
-    def keep_only(self, row: Row | None) -> None:
-        """Drop the keys that `row`, the next one to enter, does not need."""
-        self._drop([start for start in self._prompts if row is None or start != beginning(row)])
+    def keep_only(self, row: Row | None, problems: Iterable[int] = ()) -> None:
+        """Drop the keys that neither `row`, the next one to enter, nor rows of these problems begin with."""
+        needed = {("problem", problem) for problem in problems} | (set() if row is None else {beginning(row)})
+        self._drop([start for start in self._prompts if start not in needed])
 
     def end(self) -> None:
         """The call is over. Until it is collected, it must not hold what others have left: gigabytes, perhaps."""

@@ -35,6 +35,7 @@ class Move:
 
 Change = Entry | Move
 END = object()  # of the requests
+MOST_KEPT = 2  # prompts of rows that are live, for requests that may come
 
 
 class Scheduler:
@@ -72,6 +73,11 @@ class Scheduler:
         self._failure: Exception | None = None  # of the request that would be next
         self.num_places: int | None = None  # set when the first rows have entered: no more are live at once. Set anew
         # where the next row does not fit beside as many places; then nobody is live
+
+    @property
+    def waiting_row(self) -> Row | None:
+        """Who enters next, as far as requests were read."""
+        return self._put_back[-1] if self._put_back else self._next
 
     def next_row(self) -> Row | None:
         """Who enters next; reads a request where nobody waits."""
@@ -174,6 +180,15 @@ class Scheduler:
         """Whether `row`, which waits, could start beside the rows that go on, were a place free."""
         going = [other for other in self.live if other.finish_reason is None]
         return self.admission.fits(going, row) and not (going and self._parts(row))
+
+    def problems_to_keep(self) -> list[int]:
+        """Those of which further requests may come while their rows are live, the latest ones; none where the next row
+        needs the memory."""
+        coming = self.next_row()
+        if self._arrivals is None or coming is not None and not self.has_memory_for(coming):
+            return []
+        begun = sorted(self.live, key=lambda row: self._turns.get(row.index, -1), reverse=True)
+        return list(dict.fromkeys(row.problem for row in begun if row.finish_reason is None))[:MOST_KEPT]
 
     def settle(
         self, ready: Callable[[Row], object | None], leave: Callable[[Row, int], None] = lambda row, place: None

@@ -62,6 +62,24 @@ def test_tokens_are_those_of_a_run_whenever_requests_come(verifier, max_rows):
     assert found == wanted and run.seed == 3 and run.stats.num_tokens == sum(len(own) for _, own in found.values())
 
 
+def test_prompts_of_live_rows_are_computed_once():
+    """Requests for one prompt come one by one; of other prompts' keys those of the latest rows stay."""
+    prompts = [[5, 9, 11, 4, 5, 9], [7, 8, 9], [8, 30, 31, 32]]
+    wanted = {one.row: one.token_ids for one in engine_of().run(prompts * 3, **SETTINGS)}
+    for order, num_computed in ((prompts[:1] * 9, 6), ((prompts[:2] * 5)[:9], 9), (prompts * 3, 3 * 13)):
+        with engine_of().open_run(max_rows=16, stop_token_ids=[], **SETTINGS) as run:
+            coming, futures = iter(order[1:]), []
+
+            def next_comes(row: int, token_ids: list[int], *, coming=coming, futures=futures, run=run) -> None:
+                futures.extend(run.submit(prompt) for prompt in [next(coming, None)] if prompt is not None)
+
+            futures.append(run.submit(order[0], on_tokens=next_comes))
+            found = tokens_of(futures)  # they become more meanwhile
+            assert run.stats.num_prompt_tokens == num_computed
+        if order == prompts * 3:
+            assert {row: tokens[: len(wanted[row])] for row, tokens in found.items()} == wanted
+
+
 def test_a_run_goes_on_after_nobody_was_live():
     with engine_of().open_run(**SETTINGS) as run:
         first = run.submit(PROMPTS[0]).result(PATIENCE)
@@ -237,6 +255,7 @@ def test_an_error_of_a_step_ends_the_run():
         run.submit([7])
     assert isinstance(raised.value.__cause__, ArithmeticError)
     run.close()
+    del raised, future, futures  # whose tracebacks hold this frame
 
 
 def test_a_closed_run_takes_nothing_more():

@@ -345,8 +345,8 @@ def test_prompts_run_once_and_in_single_chunks_beside_running_rows(monkeypatch):
 def test_keys_of_a_prompt_stay_until_its_last_row_has_started(monkeypatch):
     kept, keep_only = [], prompt_keys.PromptKeys.keep_only
 
-    def watched(keys, row):
-        keep_only(keys, row)
+    def watched(keys, row, problems=()):
+        keep_only(keys, row, problems)
         kept.append(len(keys._prompts))
 
     monkeypatch.setattr(prompt_keys.PromptKeys, "keep_only", watched)

@@ -75,7 +75,7 @@ def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dic
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict:
         if name != models.force_model:
-            raise HTTPException(404, f"{name} is not served, {models.force_model} is")
+            raise HTTPException(status_code=404, detail=f"{name} is not served, {models.force_model} is")
         return shown()
 
     @app.get("/health")

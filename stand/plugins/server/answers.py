@@ -124,7 +124,7 @@ class Answers(BaseGenerateManager):
             return [self._json_answers.processor(schema)]
         except (ImportError, RuntimeError) as error:
             raise ValueError(
-                f"response_format must be a schema that xgrammar compiles here, got {schema:.80} and from it: {error}"
+                f"response_format must be a schema that xgrammar compiles here, got {schema:.80}; {error}"
             ) from error
 
     def _begin_json(self) -> None:

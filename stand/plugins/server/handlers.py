@@ -132,7 +132,10 @@ class ChatHandler(_Checked, ChatCompletionHandler):
         parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
         kinds = sorted({part["type"] for part in parts} - allowed)
         if kinds:
-            raise ValueError(f"contents must be of {', '.join(sorted(allowed))} for this model, got {', '.join(kinds)}")
+            taken, got = ", ".join(sorted(allowed)), ", ".join(kinds)
+            raise ValueError(
+                f"contents must be of {taken} for this model, got {got}; leave them out, or ask another one"
+            )
         return ChatCompletionHandler.get_processor_inputs_from_messages(messages, modality)
 
     @staticmethod

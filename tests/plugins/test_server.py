@@ -23,10 +23,8 @@ from letter_tokenizer import letter_tokenizer
 from tiny_models import tiny_model
 
 import stand
-from stand.forward.tree_attention import exclusive
 from stand.plugins import json_answers
-from stand.plugins.open_runs import MOST_OPEN, ClosedError, OpenRuns
-from stand.seeds import call_seed
+from stand.plugins.open_runs import ClosedError
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 import openai
@@ -541,62 +539,3 @@ def test_the_command_serves_and_saves(tmp_path, monkeypatch):
     command.main([str(folder), "--lookup", str(lookup), "--device", "cpu", "--no-drafts"])
     with pytest.raises(ValueError, match="save"):
         command.main([str(folder), "--save-lookup", str(tmp_path / "none" / "letters.lookup")])
-
-
-def test_runs_that_nobody_needs_are_closed():
-    engine = stand.wrap(tiny_model("qwen2"), verifier="match")
-    runs = OpenRuns(engine, num_rows=2, seed=0)
-    settings = [{"temperature": 1 + place / 10, "max_new_tokens": 2, "seed": None} for place in range(12)]
-    for one in settings:
-        assert len(runs.submit([5, 6], one).result(60)[0].token_ids) <= 2
-    assert len(runs._runs) == MOST_OPEN and not runs._waiting
-    assert [run.seed for run in runs._runs.values()] == [call_seed(0, place) for place in range(12 - MOST_OPEN, 12)]
-    before = list(runs._runs.values())
-    runs.submit([5, 6], settings[-1]).result(60)
-    assert list(runs._runs.values()) == before, "an open run is used again"
-    runs.close()
-    assert not any(run._thread.is_alive() for run in before)
-
-
-@pytest.fixture
-def busy_runs():
-    """As many runs as may be open, each with a request that cannot begin until the block ends; and one more."""
-    engine = stand.wrap(tiny_model("qwen2"), verifier="match")
-    runs = OpenRuns(engine, num_rows=2, seed=0)
-    settings = [{"temperature": 1 + place / 10, "max_new_tokens": 2} for place in range(MOST_OPEN + 1)]
-    for one in settings[:-1]:
-        runs.submit([5, 6], one).result(60)
-    with ThreadPoolExecutor(2) as pool, exclusive(engine.model):
-        futures = [runs.submit([5, 6], one) for one in settings[:-1]]
-        further = pool.submit(runs.submit, [5, 6], settings[-1])
-        time.sleep(0.2)
-        assert not further.done() and len(runs._runs) == MOST_OPEN
-        yield runs, pool, further
-    assert all(future.done() for future in futures)
-    runs.close()
-
-
-def test_runs_in_use_are_not_closed_for_a_further_one(busy_runs):
-    runs, pool, further = busy_runs
-    pool.submit(lambda: further.result(60).result(60))
-    assert not further.done()
-
-
-def test_whoever_waits_for_a_run_is_told_that_all_are_closed(busy_runs):
-    runs, pool, further = busy_runs
-    pool.submit(runs.close, cancel=True)
-    with pytest.raises(RuntimeError, match=r"requests must come before close\(\)"):
-        further.result(60)
-
-
-def test_a_run_that_has_failed_is_followed_by_another():
-    runs = OpenRuns(stand.wrap(tiny_model("qwen2")), num_rows=2, seed=0)
-    failed = runs.submit([5], {"max_new_tokens": 3})
-    failed.result(60)
-    (run,) = runs._runs.values()
-    run._arrivals.fail(ArithmeticError())
-    assert len(runs.submit([5], {"max_new_tokens": 3}).result(60)) == 1
-    (other,) = runs._runs.values()
-    assert other is not run and other.seed == call_seed(0, 1) != run.seed
-    run.close()
-    runs.close()

@@ -143,6 +143,25 @@ class Contact:
                     worst = max(worst, error)
         return f"within {worst:.1g} of eager ones, {len(kinds)} kinds"
 
+    def arrivals(self) -> str:
+        """Requests that come to an open run, whose thread records and replays while this one computes."""
+        settings = {"max_new_tokens": self.sizes.tokens, "stop_token_ids": [], "temperature": 0.6, "seed": 0}
+        eager = self._engine(self.model, "sdpa", fuse=False).run(self.prompts * 2, **settings)
+        wanted = {one.row: one.token_ids for one in eager}
+        ours, products = self._engine(self.model, "triton", fuse=False), 0
+        square = torch.ones(64, 64, device=self.device)
+        with ours.open_run(max_rows=3, **settings) as run:
+            futures = []
+            for prompt in self.prompts * 2:
+                futures.append(run.submit(prompt))
+                while products < 20 * len(futures) and not futures[-1].done():
+                    square = (square @ square).clamp(max=1.0)
+                    products += 1
+            found = {one.row: one.token_ids for future in futures for one in future.result()}
+        if found != wanted or str(ours.backend) != "triton":
+            raise AssertionError(f"tokens must be those of eager steps, got others; back end {ours.backend}")
+        return f"{sum(map(len, found.values()))} tokens as eager, {products} products beside them"
+
     def grammar(self) -> str:
         """Steps in two graphs. Drafts are planned by masks; those that no plan had are made while the first graph
         runs."""
@@ -379,8 +398,8 @@ class Contact:
 
 
 PIECES = (
-    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "grammar", "image",
-    "growth", "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts",
+    "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "arrivals", "grammar",
+    "image", "growth", "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts",
     "two_engines",
 )  # fmt: skip
 

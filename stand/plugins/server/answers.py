@@ -48,6 +48,7 @@ class Answers(BaseGenerateManager):
         self, inputs: Mapping[str, object], config: GenerationConfig, *, on_tokens: OnTokens | None = None
     ) -> Future[list[Trajectory]]:
         """inputs: one prompt, as a tokenizer or a processor gives it."""
+        inputs = inputs.to("cpu") if hasattr(inputs, "to") else inputs  # here, where no step waits for it
         asked: Asked = getattr(config, ASKED)
         law = copy.deepcopy(config)
         delattr(law, ASKED)

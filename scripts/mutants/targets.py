@@ -121,11 +121,19 @@ TARGETS = (
     Target("merging", ("trees/blended/merging.py",), _tests("trees", "merging")),
     Target(
         "scheduling",
-        ("stand/scheduling/*.py", "stand/forward/cache/paged_cache.py", "stand/forward/long_factors.py"),
         (
-            *_tests("engine", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"),
+            "stand/scheduling/*.py",
+            "stand/plugins/open_runs.py",
+            "stand/forward/cache/paged_cache.py",
+            "stand/forward/long_factors.py",
+        ),
+        (
+            *_tests(
+                "engine", "open_run", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"
+            ),
             *_tests("engine", "given_back", "cache_memory", "stream", "long_factors", "rope_kinds"),
-            *_tests("gpu", "gpu_put_back", "gpu_recurrent_step", "gpu_moving_ropes"),
+            *_tests("gpu", "gpu_put_back", "gpu_recurrent_step", "gpu_moving_ropes", "gpu_open_run"),
+            *_tests("plugins", "open_runs"),
             "tests/engine/test_step_cost.py::test_steps_of_a_real_model_are_timed",
             "tests/engine/test_devices.py::test_memory_ends_where_one_of_the_devices_is_full",
             "tests/engine/test_devices.py::test_offloaded_weights_write_the_same",

@@ -147,7 +147,7 @@ class Scheduler:
     def has_news(self) -> bool:
         """Whether a request could be read that came meanwhile, or somebody has ceased to wait for one."""
         arrivals = self._arrivals
-        return arrivals is not None and (arrivals.has_left or self._next is None and arrivals.is_waiting)
+        return arrivals is not None and (arrivals.has_left or self.waiting_row is None and arrivals.is_waiting)
 
     def wait(self) -> bool:
         """Where nobody is live: whether the call goes on. What has ended is to be given first; then a request that may

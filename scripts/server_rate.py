@@ -90,7 +90,8 @@ def server(arm: str, folder: str, clients: int) -> Iterator[str]:
             time.sleep(0.2)
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:

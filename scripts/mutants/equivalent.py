@@ -351,12 +351,12 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     ): "the block outweighs the point; two orders of addition may differ in the last bit, then the next token is taken",
     (
         "verifiers/verdict_compiled.pxi",
-        "cdef vector[double] sums = vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)",
+        "cdef cpp_vector[double] sums = cpp_vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)",
         "- -> +",
     ): "a further block has no tokens, and so no weight",
     (
         "verifiers/verdict_compiled.pxi",
-        "cdef vector[double] sums = vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)",
+        "cdef cpp_vector[double] sums = cpp_vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)",
         "1 -> 0",
     ): "a further block has no tokens, and so no weight",
     (

@@ -307,7 +307,7 @@ def test_expressions_must_close_on_their_line():
 
 
 def cython_sources() -> list[Path]:
-    return [path for target in TARGETS for path in target.files() if path.suffix == ".pyx"]
+    return [path for target in TARGETS for path in target.files() if path.suffix in (".pyx", ".pxi")]
 
 
 @from_sources
@@ -322,8 +322,9 @@ def test_a_module_is_compiled_with_its_headers(source, tmp_path, monkeypatch):
     assert cython_mutants.compile_module(ROOT, source, source.read_text(), tmp_path) is None
     (folder,) = folders
     copy = folder / source.relative_to(ROOT)
+    module = source if source.suffix == ".pyx" else cython_mutants.including(ROOT, source)
     headers = re.findall(r'cdef extern from "([\w./]+\.h)"', copy.read_text())
-    assert all((copy.parent / header).is_file() for header in headers), headers
+    assert all((folder / module.relative_to(ROOT).parent / header).is_file() for header in headers), headers
 
 
 def test_another_folders_code_is_not_judged(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
+from transformers.cli.serving.utils import GenerationState
 
 from stand.engine import Engine
 from stand.plugins.open_runs import ClosedError, OpenRuns
@@ -24,8 +24,8 @@ Awaited = TypeVar("Awaited")
 ASKED = "_asked_of_stand"  # a request's `Asked`, beside its settings
 
 
-class Answers(BaseGenerateManager):
-    """Of one engine."""
+class Answers:
+    """Of one engine. Handlers that ask transformers' managers for texts are given a `Ready` or a `Begun`."""
 
     def __init__(
         self,
@@ -97,22 +97,6 @@ class Answers(BaseGenerateManager):
                 raise ClosedError("the server must not be ending, got a request then; ask again later") from None
             raise
 
-    def generate_streaming(self, *given: object, **named: object) -> None:
-        """Handlers ask a `Begun` instead."""
-        raise NotImplementedError
-
-    async def generate_non_streaming(
-        self,
-        model: object,
-        processor: object,
-        inputs: Mapping[str, object],
-        gen_config: GenerationConfig,
-        request_id: str,
-    ) -> tuple[str, int, torch.Tensor]:
-        """As transformers' managers, the first answer's."""
-        answer = (await self.answers(inputs, gen_config))[0]
-        return await Ready(answer).generate_non_streaming(model, processor, inputs, gen_config, request_id)
-
     def stop(self) -> None:
         """End what is decoded, and take nothing more."""
         self._is_stopped = True
@@ -159,9 +143,9 @@ class Ready:
 class OneManager(GenerationState):
     """What transformers' handlers ask for a manager."""
 
-    def __init__(self, manager: BaseGenerateManager):
+    def __init__(self, manager: Answers):
         super().__init__()
         self._manager = manager
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Answers:
         return self._manager

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stand.extra import missing_package
-from stand.plugins.logprob_places import Place, bytes_of, places_of
+from stand.plugins.logprob_places import Place, bytes_of, places_of, texts_of
 from stand.plugins.open_runs import OpenRuns
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.trees import BlendedLookup
@@ -123,7 +123,6 @@ class StandAPI(ModelAPI):
         self.engine, self.rows = engine, rows
         self._json_answers = None if thoughts_end is None else _json_answers(engine, thoughts_end)
         self.runs = OpenRuns(engine, num_rows=rows, seed=seed)
-        self._text_of = lru_cache(maxsize=1 << 16)(lambda token: engine.tokenizer.decode([token]))
         self.saver = None if save_lookup is None else Saver(self, engine.lookup, save_lookup)
 
     async def generate(
@@ -169,7 +168,7 @@ class StandAPI(ModelAPI):
 
     def _output(self, answer: Trajectory) -> ModelOutput:
         message = ChatMessageAssistant(content=answer.text, model=self.model_name, source="generate")
-        logprobs = None if answer.logprobs is None else _logprobs(places_of(answer, self._text_of))
+        logprobs = None if answer.logprobs is None else _logprobs(places_of(answer, texts_of(self.engine.tokenizer)))
         num_new, seconds = len(answer.token_ids), answer.ended - answer.started
         reason = STOP_REASONS[answer.finish_reason]
         return ModelOutput(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # they load torch
+    from transformers import PreTrainedTokenizerBase
+
     from stand.scheduling.request import Trajectory
 
 Place = list[tuple[str, float]]  # text and log-probability: of the token that was drawn, then of the likeliest ones
+
+
+@lru_cache(maxsize=4)
+def texts_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """What gives a token's text; it remembers them, for answers have mostly the same tokens."""
+    return lru_cache(maxsize=1 << 16)(lambda token: tokenizer.decode([token]))
 
 
 def places_of(answer: Trajectory, text_of: Callable[[int], str]) -> list[Place]:

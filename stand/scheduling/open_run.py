@@ -59,12 +59,7 @@ class OpenRun:
     def close(self, *, cancel: bool = False, wait: bool = True) -> None:
         """Take no further request, and wait until those that were submitted have ended. cancel: end them at once. wait:
         False returns meanwhile, as it does in the run's own thread."""
-        unfinished = self._arrivals.close()
-        if cancel:
-            for ticket in unfinished:
-                ticket.future.cancel()
-        if wait and threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._decoding.close(cancel=cancel, wait=wait)
 
     def __enter__(self) -> OpenRun:
         return self
@@ -96,11 +91,14 @@ class _Decoding:
         self.thread = threading.Thread(target=self._decode, name="stand", daemon=True)
         _DECODING.add(self)
 
-    def end(self) -> None:
-        """At once, but for the step that runs."""
-        for ticket in self._arrivals.close():
-            ticket.future.cancel()
-        self.thread.join()
+    def close(self, *, cancel: bool, wait: bool) -> None:
+        """As `OpenRun.close`."""
+        unfinished = self._arrivals.close()
+        if cancel:
+            for ticket in unfinished:
+                ticket.future.cancel()
+        if wait and threading.current_thread() is not self.thread:
+            self.thread.join()
 
     @torch.inference_mode()
     def _decode(self) -> None:
@@ -139,4 +137,4 @@ def _end_all() -> None:
     """An interpreter that ends amid a step would abort."""
     for decoding in list(_DECODING):
         if decoding.thread.is_alive():
-            decoding.end()
+            decoding.close(cancel=True, wait=True)

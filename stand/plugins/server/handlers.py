@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import lru_cache
 from inspect import isawaitable
+from itertools import accumulate
 
 import torch
 from fastapi.responses import JSONResponse, StreamingResponse
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import Modality
 
-from stand.plugins.logprob_places import bytes_of, places_of
+from stand.plugins.logprob_places import bytes_of, places_of, texts_of
 from stand.plugins.server.answers import ASKED, Answers, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
 from stand.plugins.server.streams import Begun, before_stop, stop_strings
@@ -79,8 +78,8 @@ class _Checked:
     ) -> StreamingResponse:
         """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
         begun = Begun(await gen_manager.begun(inputs, gen_config))
-        stream = super()._streaming
-        response = stream(request_id, model, processor, model_id, inputs, gen_config, begun, *more, **beside)
+        told = (request_id, model, processor, model_id, inputs, gen_config, begun)
+        response = super()._streaming(*told, *more, **beside)
         response.body_iterator = _with_end(response.body_iterator)
         return response
 
@@ -99,12 +98,11 @@ class _Checked:
         answers = await gen_manager.answers(inputs, gen_config)
         made: list[Body] = []
         for answer in answers:
-            own = copy.deepcopy(gen_config)
-            of_one = super()._non_streaming
-            response = await of_one(request_id, model, processor, model_id, inputs, own, Ready(answer), *more, **beside)
+            told = (request_id, model, processor, model_id, inputs, gen_config, Ready(answer))
+            response = await super()._non_streaming(*told, *more, **beside)
             made.append(self._cut(json.loads(response.body), answer, stop_strings(gen_config)))
         tokenizer = getattr(processor, "tokenizer", processor)
-        return JSONResponse(_joined(made, answers, _texts_of(tokenizer), self._logprobs))
+        return JSONResponse(_joined(made, answers, texts_of(tokenizer), self._logprobs))
 
 
 class ChatHandler(_Checked, ChatCompletionHandler):
@@ -197,7 +195,7 @@ class TextHandler(_Checked, CompletionHandler):
             "tokens": texts,
             "token_logprobs": [max(own[1], LEAST) for own, *_ in places],
             "top_logprobs": [{text: max(value, LEAST) for text, value in others} for _, *others in places],
-            "text_offset": [len("".join(texts[:place])) for place in range(len(texts))],
+            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
         }
 
 
@@ -212,8 +210,8 @@ def _joined(
     for choice, answer in zip(choices, answers, strict=True):
         if answer.logprobs is not None:
             choice["logprobs"] = logprobs(answer, text_of)
-    num_new, num_steps = (sum(map(count, answers)) for count in (lambda one: len(one.token_ids), _num_steps))
-    num_prompt, accepted = answers[0].num_prompt_tokens, num_new - num_steps
+    num_prompt, num_new = answers[0].num_prompt_tokens, sum(len(one.token_ids) for one in answers)
+    accepted = num_new - sum(one.num_steps for one in answers)
     usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
@@ -239,15 +237,6 @@ def _of_prompts(made: list[Body]) -> Body:
     numbers = "; ".join(body["system_fingerprint"] for body in made)
     choices = [{**one, "index": place} for place, one in enumerate(choices)]
     return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers}
-
-
-def _num_steps(answer: Trajectory) -> int:
-    return answer.num_steps
-
-
-@lru_cache(maxsize=4)
-def _texts_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    return lru_cache(maxsize=1 << 16)(lambda token: tokenizer.decode([token]))
 
 
 def _entry(text: str, value: float) -> Body:

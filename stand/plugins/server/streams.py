@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import torch
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import DirectStreamer, _GenerationCancelled, _StreamError
+from transformers.cli.serving.utils import DirectStreamer, _StreamError
 
 from stand.scheduling.request import Trajectory
 
@@ -93,7 +93,7 @@ class Begun:
                 if not future.cancelled():
                     set_limit(gen_config, future.result()[0])
                 streamer.end()
-            elif not isinstance(failure, _GenerationCancelled):
+            else:
                 told = json.dumps(str(failure))[1:-1]  # transformers puts it between quotes
                 loop.call_soon_threadsafe(queue.put_nowait, _StreamError(told))
 
@@ -111,7 +111,7 @@ class _Streamer(DirectStreamer):
         super().__init__(*told, response_parser=response_parser)
 
     def cancel(self) -> None:
-        super().cancel()
+        """Nothing more is shown of a future that is cancelled."""
         self._future.cancel()
 
     def _enqueue(self, item: object) -> None:

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from stand.drafters.token_recycling import TokenRecyclingDrafter
     from stand.engine import Engine
     from stand.forward.self_check import UnsupportedModelError
-    from stand.laws.after_thoughts import AfterThoughts
+    from stand.laws.grammars.after_thoughts import AfterThoughts
+    from stand.laws.grammars.thinking_budget import ThinkingBudget
     from stand.laws.logprobs import TokenLogprobs
+    from stand.laws.output_penalties import OutputPenalties
     from stand.output import GenerationOutput
     from stand.scheduling.open_run import OpenRun
     from stand.scheduling.request import Request, Trajectory
@@ -56,7 +58,7 @@ if any(importlib.util.find_spec(f"stand.{part}") is None for part in ("_cyutilit
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AfterThoughts": "stand.laws.after_thoughts",
+    "AfterThoughts": "stand.laws.grammars.after_thoughts",
     "BlendedDrafter": "stand.drafters.blended",
     "BlendedLookup": "stand.trees",
     "CostTable": "stand.drafters.costs.step_cost",
@@ -74,6 +76,7 @@ _HOMES = {
     "ModelDrafter": "stand.drafters.draft_model",
     "NeighbourLaws": "stand.drafters.neighbours.laws",
     "OpenRun": "stand.scheduling.open_run",
+    "OutputPenalties": "stand.laws.output_penalties",
     "OutsideLaws": "stand.trees",
     "PromptLookupDrafter": "stand.drafters.prompt_lookup",
     "Request": "stand.scheduling.request",
@@ -81,6 +84,7 @@ _HOMES = {
     "Stats": "stand.stats",
     "StreamLaws": "stand.drafters.streams.laws",
     "StreamingDrafter": "stand.drafters.streams.drafter",
+    "ThinkingBudget": "stand.laws.grammars.thinking_budget",
     "TokenLogprobs": "stand.laws.logprobs",
     "TokenMasks": "stand.trees",
     "TokenRecyclingDrafter": "stand.drafters.token_recycling",
@@ -112,6 +116,7 @@ __all__ = [
     "ModelDrafter",
     "NeighbourLaws",
     "OpenRun",
+    "OutputPenalties",
     "OutsideLaws",
     "PromptLookupDrafter",
     "Request",
@@ -119,6 +124,7 @@ __all__ = [
     "Stats",
     "StreamLaws",
     "StreamingDrafter",
+    "ThinkingBudget",
     "TokenLogprobs",
     "TokenMasks",
     "TokenRecyclingDrafter",

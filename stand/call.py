@@ -16,7 +16,7 @@ from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive, is_awaited
-from stand.laws.grammar_masks import GrammarMasks
+from stand.laws.grammars.masks import GrammarMasks
 from stand.laws.logprobs import LogprobNotes, StepLogprobs
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row

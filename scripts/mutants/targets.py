@@ -48,16 +48,25 @@ TARGETS = (
     ),
     Target(
         "processors",
-        tuple(f"stand/laws/{name}.py" for name in ("processors", "node", "seen_tokens", "allowed_tokens")),
+        tuple(
+            f"stand/laws/{name}.py"
+            for name in ("processors", "node", "seen_tokens", "output_penalties", "grammars/allowed_tokens")
+        ),
         (
-            *_tests("engine", "processors", "sampling", "small_law", "grammars", "allowed_tokens"),
+            *_tests("engine", "processors", "sampling", "small_law", "grammars", "allowed_tokens", "output_penalties"),
             *_tests("gpu", "gpu_processors", "gpu_no_wait"),
         ),
     ),
     Target(
         "grammars",
-        tuple(f"stand/laws/{name}.py" for name in ("grammar_masks", "matchers", "after_thoughts")),
-        _tests("engine", "grammar_walks", "matchers", "after_thoughts", "drafts_of_grammars", "grammars"),
+        tuple(
+            f"stand/laws/grammars/{name}.py"
+            for name in ("masks", "matchers", "marks", "after_thoughts", "thinking_budget")
+        ),
+        (
+            *_tests("engine", "grammar_walks", "matchers", "after_thoughts", "thinking_budget"),
+            *_tests("engine", "drafts_of_grammars", "grammars"),
+        ),
     ),
     Target(
         "captured",

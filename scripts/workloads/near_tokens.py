@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from stand.laws.matchers import KNOWN, LibraryMatcher
+from stand.laws.grammars.matchers import KNOWN, LibraryMatcher
 from stand.own_copy import full_name
 
 

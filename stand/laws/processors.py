@@ -13,10 +13,11 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as library
 
 from stand.forward.devices import uploaded
-from stand.laws.allowed_tokens import AllowedTokens
-from stand.laws.grammar_masks import GrammarMasks
-from stand.laws.matchers import has_matcher
+from stand.laws.grammars.allowed_tokens import AllowedTokens
+from stand.laws.grammars.masks import GrammarMasks
+from stand.laws.grammars.matchers import has_matcher
 from stand.laws.node import Node, groups_of, nodes_of
+from stand.laws.output_penalties import OutputPenalties, PenalisedNodes
 from stand.laws.seen_tokens import SeenTokens
 from stand.own_copy import own_copy
 from stand.row import Row
@@ -142,11 +143,11 @@ class ProcessorChain:
             for place, processor in enumerate(first)
             if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
         }
-        by_depth = {place for place, runner in self._runners.items() if not isinstance(runner, GrammarMasks)}
+        by_depth = {place for place, runner in self._runners.items() if isinstance(runner, (PerRow, AllowedTokens))}
         reviving = {place for place, kind in enumerate(self._kinds) if kind in REVIVING}
         # Asked depth by depth: all up to the last that knows no other texts, or that brings forbidden tokens back.
         self._num_by_depth = 1 + max(by_depth | reviving) if by_depth else 0
-        self._telling = [runner for runner in self._runners.values() if not isinstance(runner, PerRow)]
+        self._telling = [one for one in self._runners.values() if isinstance(one, (GrammarMasks, AllowedTokens))]
         self._may_leave_none = _can_leave_none(first)
         self._seen = SeenTokens()
         self._errors: dict[int, Exception] = {}  # by node of the last call at which no token may be drawn: why
@@ -244,8 +245,10 @@ class ProcessorChain:
         return scores
 
 
-def _runner(processor: LogitsProcessor) -> PerRow | GrammarMasks | AllowedTokens:
+def _runner(processor: LogitsProcessor) -> PerRow | GrammarMasks | AllowedTokens | PenalisedNodes:
     """For request 0. Raises ValueError where it cannot run node by node."""
+    if type(processor) is OutputPenalties:
+        return PenalisedNodes({0: processor})
     if type(processor) is library.PrefixConstrainedLogitsProcessor:
         return AllowedTokens({0: processor})
     return GrammarMasks({0: processor}) if has_matcher(processor) else PerRow({0: processor})
@@ -254,7 +257,8 @@ def _runner(processor: LogitsProcessor) -> PerRow | GrammarMasks | AllowedTokens
 def _can_leave_none(processors: Sequence[LogitsProcessor]) -> bool:
     """Whether they may leave a node no token of finite score. A single one of transformers' filters leaves some, and a
     single grammar says itself where it does not."""
-    forbidding = [one for one in processors if type(one) not in HARMLESS and not _asks_which_tokens(one)]
+    harmless = HARMLESS | {OutputPenalties}
+    forbidding = [one for one in processors if type(one) not in harmless and not _asks_which_tokens(one)]
     if len(forbidding) == 1:
         return type(forbidding[0]) not in WITHOUT_PREFIX and not has_matcher(forbidding[0])
     return len(forbidding) > 1

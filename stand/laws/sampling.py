@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from stand.laws.filters import filter_laws
-from stand.laws.grammar_masks import GrammarMasks
+from stand.laws.grammars.masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
 from stand.row import Row
 from stand.simd.threads import parallel_region

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stand.engine import Engine
 from stand.extra import missing_package
 from stand.forward.model import text_config
-from stand.laws.after_thoughts import AfterThoughts
+from stand.laws.grammars.after_thoughts import AfterThoughts
 
 try:
     from xgrammar import GrammarCompiler, TokenizerInfo

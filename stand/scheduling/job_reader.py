@@ -15,9 +15,9 @@ from stand.argument_checks import whole_number
 from stand.forward.devices import input_device
 from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings
-from stand.laws.allowed_tokens import AllowedInCall
+from stand.laws.grammars.allowed_tokens import AllowedInCall
+from stand.laws.grammars.matchers import check_rows
 from stand.laws.logprobs import logprob_notes
-from stand.laws.matchers import check_rows
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
 from stand.media.check import check_media

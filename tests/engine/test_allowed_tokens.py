@@ -7,8 +7,8 @@ from tiny_models import tiny_model
 from transformers import PrefixConstrainedLogitsProcessor
 
 import stand
-from stand.laws import allowed_tokens
-from stand.laws.allowed_tokens import AllowedInCall
+from stand.laws.grammars import allowed_tokens
+from stand.laws.grammars.allowed_tokens import AllowedInCall
 
 PROMPTS = [[5, 9, 11, 4], [7, 8]]
 ASKED = {"input_ids": PROMPTS, "num_return_sequences": 3, "max_new_tokens": 30, "stop_token_ids": [60], "seed": 2}

@@ -12,8 +12,8 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
 from stand.call import Call
-from stand.laws import grammar_masks
-from stand.laws.grammar_masks import GrammarMasks
+from stand.laws.grammars import masks as grammar_masks
+from stand.laws.grammars.masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
 from stand.row import Row
 from stand.trees import DraftBatch
@@ -158,7 +158,7 @@ def test_a_grammar_that_goes_back_slowly_is_not_asked_for_plans(monkeypatch):
         return chain.grammar.is_plannable([new_row()])
 
     assert is_plannable()
-    monkeypatch.setattr("stand.laws.matchers.GuidanceMatcher._can_be_copied", lambda self: False)
+    monkeypatch.setattr("stand.laws.grammars.matchers.GuidanceMatcher._can_be_copied", lambda self: False)
     assert not is_plannable()
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from node_cases import draft_of
 
-from stand.laws import grammar_masks
-from stand.laws.grammar_masks import GrammarMasks
-from stand.laws.matchers import LibraryMatcher
+from stand.laws.grammars import masks as grammar_masks
+from stand.laws.grammars.masks import GrammarMasks
+from stand.laws.grammars.matchers import LibraryMatcher
 from stand.laws.node import nodes_of
 from stand.row import Row
 from stand.trees import DraftBatch

@@ -24,8 +24,9 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 
 import stand
-from stand.laws import grammar_masks, matchers
-from stand.laws.grammar_masks import GrammarMasks
+from stand.laws.grammars import masks as grammar_masks
+from stand.laws.grammars import matchers
+from stand.laws.grammars.masks import GrammarMasks
 from stand.laws.processors import ProcessorChain
 from stand.plugins.generate import stand_generate
 from stand.row import Row

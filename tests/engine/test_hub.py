@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import stand
 from stand.forward.cache.cache_argument import cache_argument
-from stand.laws.allowed_tokens import COUNTS_PROMPTS
+from stand.laws.grammars.allowed_tokens import COUNTS_PROMPTS
 from stand.plugins.generate import engine_of, stand_generate, use_engine
 from stand.plugins.generate import generate as hub_generate
 

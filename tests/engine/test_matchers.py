@@ -12,8 +12,8 @@ from outlines.backends.llguidance import LLGuidanceBackend
 from outlines.backends.outlines_core import OutlinesCoreBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stand.laws import matchers
-from stand.laws.matchers import GuidanceMatcher
+from stand.laws.grammars import matchers
+from stand.laws.grammars.matchers import GuidanceMatcher
 
 ROOT = Path(__file__).parents[2]
 

@@ -54,7 +54,8 @@ from stand.gpu.packets.step_size import StepSize
 from stand.gpu.step_body import StepBody, StepOutput
 from stand.gpu.tails import TailBody, Tails
 from stand.gpu.tuning.attention_tiles import PAGE_SIZE
-from stand.laws import grammar_masks, seen_tokens
+from stand.laws import output_penalties, seen_tokens
+from stand.laws.grammars import masks as grammar_masks
 from stand.laws.processors import ProcessorChain
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
@@ -369,6 +370,8 @@ ON_THE_DEVICE = {
     "penalty": lambda: [library.RepetitionPenaltyLogitsProcessor(1.3), library.SuppressTokensLogitsProcessor([9])],
     "grammar": lambda: [xgrammar_processor("[a-k]+")],
     "outlines grammar": lambda: [PROCESSORS["outlines_core"]("[a-k]+")],
+    "output penalties": lambda: [stand.OutputPenalties(presence=0.6, frequency=0.4)],
+    "thinking budget": lambda: [stand.ThinkingBudget(0, begin=None, end=9)],
 }
 
 
@@ -378,7 +381,15 @@ def test_processors_wait_for_nothing(chain):
 
 
 @pytest.mark.parametrize("is_locked", [True, False])
-@pytest.mark.parametrize(("chain", "module"), [("penalty", seen_tokens), ("outlines grammar", grammar_masks)])
+@pytest.mark.parametrize(
+    ("chain", "module"),
+    [
+        ("penalty", seen_tokens),
+        ("outlines grammar", grammar_masks),
+        ("output penalties", output_penalties),
+        ("thinking budget", grammar_masks),
+    ],
+)
 def test_processors_upload_without_a_wait(monkeypatch, chain, module, is_locked):
     """Control: from memory that is not page-locked. A mask of xgrammar is written into a tensor, a fake one here."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # this torch may have no GPU to lock it for

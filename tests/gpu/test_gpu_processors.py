@@ -90,6 +90,8 @@ CHAINS = {
     "grammar": {"logits_processors": xgrammar_processor("[a-k]+"), "max_new_tokens": 24},
     "constrained": {"prefix_allowed_tokens_fn": lambda number, tokens: [9 + number, (int(tokens[-1]) + 7) % 61, 5]},
     "stateful": {"logits_processors": [Counting()], "repetition_penalty": 1.2},
+    "output": {"logits_processors": stand.OutputPenalties(presence=0.6, frequency=0.4), "repetition_penalty": 1.2},
+    "budget": {"logits_processors": stand.ThinkingBudget(7, begin=None, end=9, forced=[40, 41, 9])},
 }
 
 

@@ -1,7 +1,7 @@
-"""Where a text stands in a grammar of xgrammar, llguidance or outlines_core, behind one interface.
+"""Where a text stands in a grammar of xgrammar, llguidance or outlines_core, or in its thoughts: one interface.
 
-Their logits processors take the matcher of a row one token on per call. Drafts branch, so here a matcher also goes
-back. Processors are known by the names of their classes: whoever gives one has imported its library.
+The libraries' logits processors take the matcher of a row one token on per call. Drafts branch, so here a matcher also
+goes back. Processors are known by the names of their classes: whoever gives one has imported its library.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from stand.own_copy import full_name
+from stand.row import Row
 
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
-AFTER_THOUGHTS = "stand.laws.after_thoughts.AfterThoughts"
+AFTER_THOUGHTS = "stand.laws.grammars.after_thoughts.AfterThoughts"
+THINKING_BUDGET = "stand.laws.grammars.thinking_budget.ThinkingBudget"
 MOST_BACK = 2**16  # tokens that an outlines_core guide can go back: a draft has no more
 
 
@@ -38,6 +40,7 @@ class Matcher(ABC):
     allows_beyond = False  # whether tokens may be drawn whose numbers are beyond those of the mask
     goes_back_quickly = True  # in microseconds
     is_free = False  # whether any token may come now, and any behind it for a while
+    num_free = 0  # so many tokens may be any, the next one among them; there may be more
 
     @property
     @abstractmethod
@@ -245,13 +248,14 @@ def _xgrammar(processor: object, row: int, num_tokens: int) -> Matcher:
     return XGrammarMatcher(grammars[row if len(grammars) > 1 else 0], processor.full_vocab_size)
 
 
-# By the full name of a processor's class: whether one is new; a matcher for a row's number and the vocabulary's size.
-KNOWN: dict[str, tuple[Callable[[object], bool], Callable[[object, int, int], Matcher]]] = {
+# By the full name of a processor's class: whether one is new; a matcher for a row and the vocabulary's size.
+KNOWN: dict[str, tuple[Callable[[object], bool], Callable[[object, Row, int], Matcher]]] = {
     AFTER_THOUGHTS: (
         lambda one: has_matcher(one.processor),
         lambda one, row, num_tokens: one.new_matcher(row, num_tokens),
     ),
-    XGRAMMAR: (lambda one: not one.matchers, _xgrammar),
+    THINKING_BUDGET: (lambda one: True, lambda one, row, num_tokens: one.new_matcher(row, num_tokens)),
+    XGRAMMAR: (lambda one: not one.matchers, lambda one, row, num_tokens: _xgrammar(one, row.index, num_tokens)),
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": (
         lambda one: one.is_first_token,
         lambda one, row, num_tokens: XGrammarMatcher(one.compiled_grammar, num_tokens),
@@ -277,6 +281,6 @@ def has_matcher(processor: object) -> bool:
     return name in KNOWN
 
 
-def matcher_for(processor: object, row: int, num_tokens: int) -> Matcher:
-    """Of a new text. row: its number in the call; num_tokens: of the model's vocabulary."""
+def matcher_for(processor: object, row: Row, num_tokens: int) -> Matcher:
+    """Of a row, behind its prompt. num_tokens: of the model's vocabulary."""
     return KNOWN[full_name(processor)][1](processor, row, num_tokens)

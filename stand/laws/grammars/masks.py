@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor
 
 from stand.forward.devices import uploaded
-from stand.laws.matchers import Matcher, forbidden, matcher_for
+from stand.laws.grammars.matchers import Matcher, forbidden, matcher_for
 from stand.laws.node import Node, nodes_of
 from stand.row import Row
 from stand.trees import DraftBatch, TokenMasks
@@ -62,8 +62,8 @@ class _Walk:
             self.matcher.go_back(self.matcher.num_taken - begun)
 
     def _take(self, path: tuple[int, ...], token: int) -> None:
-        """Behind this path, whose mask is known."""
-        if not (allows(self.words[path], token) or self.matcher.takes_any(token)):
+        """Behind this path, whose mask is known unless any token may come there."""
+        if not (self.matcher.takes_any(token) or allows(self.words[path], token)):
             raise RuntimeError(forbidden(token, self.matcher.num_taken))
         self.matcher.take(token)
 
@@ -86,6 +86,8 @@ class GrammarMasks:
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children or with them."""
         self.expect(scores.shape[1])
+        if self._are_free(nodes):
+            return scores
         words, allows_beyond = self._words(nodes)
         return _masked(scores, words, allows_beyond=allows_beyond)
 
@@ -103,6 +105,12 @@ class GrammarMasks:
         """Masks at the nodes of drafts that are only planned."""
         words, allows_beyond = self._words(nodes_of(plan, rows))
         return TokenMasks(plan, _within(words, self._num_tokens), allows_beyond=allows_beyond)
+
+    def _are_free(self, nodes: Sequence[Node]) -> bool:
+        """Whether it is known without masks that any token may come behind each of them."""
+        rows = {node.row.index: node.row for node in nodes}
+        num_free = {index: self._followed(row).matcher.num_free for index, row in rows.items()}
+        return all(len(node.path) < num_free[node.row.index] for node in nodes)
 
     def _words(self, nodes: Sequence[Node]) -> tuple[np.ndarray, bool]:
         """The masks of nodes, [n, W] int32, and whether tokens beyond them are allowed."""
@@ -129,7 +137,7 @@ class GrammarMasks:
         """The row's, behind its new tokens: a grammar begins after the prompt."""
         walk = self._of_row.get(row.index)
         if walk is None:
-            walk = _Walk(matcher_for(self.by_request[row.request], row.index, self._num_tokens))
+            walk = _Walk(matcher_for(self.by_request[row.request], row, self._num_tokens))
             self._of_row[row.index] = walk
         walk.follow(row)
         return walk

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import LogitsProcessor
 
-from stand.laws.matchers import Matcher, has_matcher, matcher_for
-from stand.trees.arguments import vector
+from stand.laws.engine_processor import EngineProcessor
+from stand.laws.grammars.marks import as_mark, check_known
+from stand.laws.grammars.matchers import Matcher, has_matcher, matcher_for
+from stand.row import Row
 
 
-class AfterThoughts(LogitsProcessor):
+class AfterThoughts(EngineProcessor):
     """A grammar library's processor that begins behind the first `end` among a row's new tokens. Until then any token
     may come, by the model's own law.
 
@@ -30,28 +32,12 @@ class AfterThoughts(LogitsProcessor):
                 f"AfterThoughts needs a grammar library's processor, got {type(processor).__name__}; docs/grammars.md "
                 "has a list"
             )
-        tokens = vector([end] if isinstance(end, (int, np.integer)) else end, "end").tolist()
-        if not tokens or min(tokens) < 0:
-            raise ValueError(
-                f"thoughts must end in one token or several, got {tokens}; write tokenizer.encode('</think>', "
-                "add_special_tokens=False)"
-            )
         self.processor = processor
-        self.end = tuple(tokens)
+        self.end = as_mark(end, "end", "</think>")
 
-    def __call__(self, input_ids: object, scores: object) -> object:
-        raise RuntimeError(
-            "AfterThoughts itself, no class that derives from it, must be given to an engine of stand, got a call; use "
-            "engine.generate, or model.generate with custom_generate=stand_generate"
-        )
-
-    def new_matcher(self, row: int, num_tokens: int) -> Matcher:
+    def new_matcher(self, row: Row, num_tokens: int) -> Matcher:
         """As `matcher_for`. Raises ValueError where thoughts end in a token that the model does not have."""
-        if max(self.end) >= num_tokens:
-            raise ValueError(
-                f"thoughts must end in tokens of the model, in [0, {num_tokens}), got {list(self.end)}; take them from "
-                "the model's own tokenizer"
-            )
+        check_known(self.end, "end", num_tokens)
         return ThinkingMatcher(matcher_for(self.processor, row, num_tokens), self.end)
 
 

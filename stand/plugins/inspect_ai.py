@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ except ModuleNotFoundError as error:
     raise missing_package(error, "inspect_ai", asker="stand.plugins.inspect_ai", install="inspect-ai") from error
 
 if TYPE_CHECKING:
-    from stand.plugins.json_answers import JsonAnswers
+    from stand.plugins.request_processors import AskedOfLaws
     from stand.scheduling.request import Trajectory
 
 POLLING = 0.01  # seconds between two looks at whether an answer is there
@@ -51,6 +52,7 @@ SERVED = {  # inspect's names of settings: `Engine.generate`'s
     "stop_seqs": "stop",
     "seed": "seed",
 }
+OF_LAWS = frozenset({"response_schema", "presence_penalty", "frequency_penalty", "reasoning_tokens"})
 NOT_THE_MODELS = frozenset({  # of inspect itself, of tools, which are refused, or of servers: no answer depends on them
     "max_retries", "timeout", "attempt_timeout", "stream_idle_timeout", "max_connections", "adaptive_connections",
     "system_message", "parallel_tool_calls", "internal_tools", "max_tool_output", "cache_prompt", "fail_on_refusal",
@@ -68,14 +70,15 @@ class StandAPI(ModelAPI):
     Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
     `lookup`, a file that the drafter starts from; `share`, a folder in which processes tell each other what they learn
     (`BlendedDrafter`); `save_lookup`, a file to write what it has learned to, every few minutes and when the provider
-    is closed or the process ends: inspect does not close what it was given by name; `thoughts_end`, the text that ends
-    thoughts ("</think>"), behind which answers by a `response_schema` begin. Settings that are left out are the model's
-    own, as `generation_config.json` has them. A seed, the provider's or a call's own, fixes the random numbers,
+    is closed or the process ends: inspect does not close what it was given by name; `thoughts_end` and
+    `thoughts_begin`, the texts that end and begin thoughts ("</think>", "<think>"), for answers by a `response_schema`,
+    which begin behind them, and for `reasoning_tokens`. Settings that are left out are the model's own, as
+    `generation_config.json` has them. A seed, the provider's or a call's own, fixes the random numbers,
     but which requests are decoded together depends on time, so a run does not repeat itself token for token.
 
     Log-probabilities are the model's own, before temperature and filters.
 
-    Raises ValueError by name for what cannot be served: tools, images, penalties, several choices.
+    Raises ValueError by name for what cannot be served: tools, images, several choices.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class StandAPI(ModelAPI):
         lookup: str | None = None,
         share: str | None = None,
         save_lookup: str | None = None,
+        thoughts_begin: str | None = None,
         thoughts_end: str | None = None,
     ):
         config = config or GenerateConfig()
@@ -115,13 +119,14 @@ class StandAPI(ModelAPI):
         if tokenizer.chat_template is None:
             raise ValueError(f"{model_name} must have a chat template, got none; inspect asks in chats")
         engine = wrap(model, tokenizer, drafter=drafter)
-        self._begin(engine, rows, save_lookup, config.seed, thoughts_end=thoughts_end)
+        marks = {"thoughts_begin": thoughts_begin, "thoughts_end": thoughts_end}
+        self._begin(engine, rows, save_lookup, config.seed, **marks)
 
-    def _begin(
-        self, engine: object, rows: int, save_lookup: str | None, seed: int | None, *, thoughts_end: str | None = None
-    ) -> None:
+    def _begin(self, engine: object, rows: int, save_lookup: str | None, seed: int | None, **marks: str | None) -> None:
+        from stand.plugins.request_processors import RequestProcessors  # here, because it loads transformers
+
         self.engine, self.rows = engine, rows
-        self._json_answers = None if thoughts_end is None else _json_answers(engine, thoughts_end)
+        self._processors = RequestProcessors(engine, **marks)
         self.runs = OpenRuns(engine, num_rows=rows, seed=seed)
         self.saver = None if save_lookup is None else Saver(self, engine.lookup, save_lookup)
 
@@ -156,15 +161,14 @@ class StandAPI(ModelAPI):
         # Here, because it loads torch, and inspect imports this module to list providers.
         from stand.texts.chats import chat_text
 
-        tokenizer, processors = self.engine.tokenizer, None
+        tokenizer, asked = self.engine.tokenizer, settings.pop("of_laws")
         prompt = tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"]
-        if (schema := settings.pop("json_schema", None)) is not None:
-            answers = self._json_answers = self._json_answers or _json_answers(self.engine, None)
-
-            def processors() -> list:
-                return [answers.processor(schema)]
-
-        return self.runs.submit(prompt, settings, processors=processors, of_processors=schema)
+        self._processors.check(asked)
+        if not asked.is_anything:
+            return self.runs.submit(prompt, settings)
+        asked = replace(asked, is_thinking=self._processors.is_thinking(prompt))
+        made = partial(self._processors.made, asked)
+        return self.runs.submit(prompt, settings, processors=made, of_processors=asked)
 
     def _output(self, answer: Trajectory) -> ModelOutput:
         message = ChatMessageAssistant(content=answer.text, model=self.model_name, source="generate")
@@ -187,12 +191,6 @@ class StandAPI(ModelAPI):
         )
 
 
-def _json_answers(engine: object, thoughts_end: str | None) -> JsonAnswers:
-    from stand.plugins.json_answers import JsonAnswers  # here, because few runs need what it imports
-
-    return JsonAnswers(engine, thoughts_end=thoughts_end)
-
-
 def _message(message: ChatMessage) -> dict[str, str]:
     if message.role == "tool":
         raise ValueError("messages must be of system, user or assistant, got one of a tool; use another provider")
@@ -207,14 +205,25 @@ def _settings(config: GenerateConfig) -> dict:
         is_known = name in SERVED or name in NOT_THE_MODELS or (name in ("num_choices", "best_of") and value == 1)
         if name == "top_logprobs" and value and not config.logprobs:
             raise ValueError(f"top_logprobs needs logprobs=True, got {value!r} alone; give both")
-        is_known = is_known or name in ("logprobs", "top_logprobs", "response_schema")
+        is_known = is_known or name in OF_LAWS or name in ("logprobs", "top_logprobs")
         if value is not None and value is not False and not is_known:
             raise ValueError(f"{name} must be left out, got {value!r}; the provider `stand` does not serve it")
     given = {ours: getattr(config, theirs) for theirs, ours in SERVED.items()}
     given["logprobs"] = (config.top_logprobs or 0) if config.logprobs else None
-    if config.response_schema is not None:
-        given["json_schema"] = json.dumps(config.response_schema.json_schema.model_dump(exclude_none=True))
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    return {**given, "of_laws": _of_laws(config)}
+
+
+def _of_laws(config: GenerateConfig) -> AskedOfLaws:
+    from stand.plugins.request_processors import AskedOfLaws  # here, because it loads transformers
+
+    form = config.response_schema
+    return AskedOfLaws(
+        schema=None if form is None else json.dumps(form.json_schema.model_dump(exclude_none=True)),
+        presence=config.presence_penalty or 0.0,
+        frequency=config.frequency_penalty or 0.0,
+        thinking_tokens=config.reasoning_tokens,
+    )
 
 
 def _logprobs(places: list[Place]) -> Logprobs:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+import xgrammar
 from grammar_cases import grammar_tokenizer
 from letter_tokenizer import LETTERS, letter_tokenizer
 from tiny_models import tiny_model
@@ -180,6 +181,9 @@ class Config:
     top_logprobs: int | None = None
     num_choices: int | None = None
     reasoning_effort: str | None = None
+    reasoning_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     response_schema: object = None
     timeout: int | None = None
 
@@ -366,13 +370,12 @@ def with_grammar(inspect_door, **settings):
 @pytest.mark.parametrize("thoughts_end", [None, "z"])
 def test_inspects_schemas_give_answers_their_form(inspect_door, monkeypatch, thoughts_end):
     """JSON needs quotes, which the tiny tokenizer lacks: a schema's text is taken for a regular expression."""
-    from stand.plugins import json_answers
 
     def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
         assert 0 < max_whitespace_cnt < 100
         return compiler.compile_regex(json.loads(schema)["pattern"])
 
-    monkeypatch.setattr(json_answers.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
     api = with_grammar(inspect_door, thoughts_end=thoughts_end)
     try:
         asked = {"max_tokens": 200, "temperature": 1.0, "seed": 5}
@@ -397,10 +400,38 @@ def test_inspects_thoughts_must_end_in_text_of_the_tokenizer(inspect_door):
 
 def test_inspects_schemas_need_xgrammar(provider, monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    monkeypatch.delitem(sys.modules, "stand.plugins.json_answers", raising=False)
+    monkeypatch.delitem(sys.modules, "xgrammar.contrib.hf", raising=False)
     (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=2, response_schema=Schema("a")))
     assert isinstance(answer, ImportError) and "response_schema needs xgrammar" in str(answer)
     assert "pip install xgrammar" in str(answer)
+
+
+def test_inspects_penalties_and_budgets_of_thoughts(inspect_door):
+    """A budget needs to know how thoughts end, and a prompt may end them."""
+    api = with_grammar(inspect_door, thoughts_end="z")
+    asked = {"max_tokens": 25, "temperature": 0.0}
+    try:
+        penalties = Config(**asked, presence_penalty=1.5, frequency_penalty=0.5)
+        budgets = Config(**asked, reasoning_tokens=4, presence_penalty=0.5)
+        found = [ask_all(api, [prompt], config)[0] for config in (penalties, budgets) for prompt in ("abc", "abcz")]
+        texts = [one.given["choices"][0].given["message"].given["content"] for one in found]
+    finally:
+        api.close()
+    engine = stand.wrap(api.engine.model, api.engine.tokenizer)
+
+    def alone(prompt, *processors):
+        return engine.generate(prompt, max_new_tokens=25, temperature=0.0, logits_processors=processors).texts[0]
+
+    both, slight = stand.OutputPenalties(presence=1.5, frequency=0.5), stand.OutputPenalties(presence=0.5)
+    end = api.engine.tokenizer.encode("z", add_special_tokens=False)
+    budget = stand.ThinkingBudget(4, begin=None, end=end)
+    assert texts == [alone("abc", both), alone("abcz", both), alone("abc", slight, budget), alone("abcz", slight)]
+    assert texts[2] != alone("abc", slight) and texts[3] != alone("abcz", slight, budget)
+
+
+def test_inspects_budgets_need_the_end_of_thoughts(provider):
+    (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=2, reasoning_tokens=7))
+    assert isinstance(answer, ValueError) and "a thinking budget needs to know how thoughts end" in str(answer)
 
 
 def test_inspect_is_told_no_bytes_of_a_part_of_a_character(inspect_door):

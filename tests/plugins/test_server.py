@@ -18,12 +18,12 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import torch
+import xgrammar
 from grammar_cases import grammar_tokenizer
 from letter_tokenizer import letter_tokenizer
 from tiny_models import tiny_model
 
 import stand
-from stand.plugins import json_answers
 from stand.plugins.open_runs import ClosedError
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -222,8 +222,10 @@ def test_clients_are_decoded_together(letters):
 
 
 REFUSED = [
-    ({"presence_penalty": 0.5}, "presence_penalty must be left out, got 0.5"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty must be left out, got 0.5"),
+    ({"presence_penalty": 2.5}, r"presence_penalty must be a number in \[-2, 2\], got 2.5"),
+    ({"extra_body": {"frequency_penalty": "1"}}, r"frequency_penalty must be a number in \[-2, 2\], got '1'"),
+    ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget must be an integer in"),
+    ({"extra_body": {"thinking_token_budget": 9}}, "a thinking budget needs to know how thoughts end, got 9 tokens"),
     ({"tool_choice": "required"}, "tool_choice must be left out"),
     ({"reasoning_effort": "low"}, "reasoning_effort must be left out"),
     ({"extra_body": {"guided_json": {}}}, "guided_json must be left out"),
@@ -341,7 +343,7 @@ def test_answers_have_the_form_of_a_schema(tmp_path, monkeypatch, thoughts_end):
     def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
         return compiler.compile_regex(json.loads(schema)["pattern"])
 
-    monkeypatch.setattr(json_answers.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
     model = copy.deepcopy(tiny_model("llama"))
     served = Served(tmp_path, grammar_tokenizer(), model, num_rows=4, seed=3, thoughts_end=thoughts_end)
     try:
@@ -353,6 +355,56 @@ def test_answers_have_the_form_of_a_schema(tmp_path, monkeypatch, thoughts_end):
         assert len(texts) > 1 and all(re.fullmatch("(ab|c){3}", text) for text in texts)
         free = served.chat("abc", temperature=1.0, max_tokens=20)
         assert not re.fullmatch("(ab|c){3}", free.choices[0].message.content)
+    finally:
+        served.end()
+
+
+@pytest.mark.parametrize("asked", [{"presence_penalty": 2.0}, {"frequency_penalty": 1.5, "presence_penalty": -0.5}])
+def test_penalties_are_those_of_the_engine(letters, asked):
+    """Of a chat, of a text, and of a stream; with none the answer is another one."""
+    penalties = stand.OutputPenalties(**{name.partition("_")[0]: value for name, value in asked.items()})
+    settings = {"max_new_tokens": 30, "temperature": 0.0}
+    alone = letters.alone("ABC", **settings, logits_processors=penalties).texts[0]
+    assert alone != letters.alone("ABC", **settings).texts[0]
+    asked = {"max_tokens": 30, "temperature": 0, **asked}
+    assert letters.chat("ABC", **asked).choices[0].message.content == alone
+    assert letters.text("ABC", **asked).choices[0].text == alone
+    pieces = letters.chat("ABC", **asked, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == alone
+
+
+def test_thoughts_have_a_budget_unless_the_prompt_ends_them(tmp_path):
+    """z ends thoughts. Settings of laws may differ by request, and each is decoded by its own."""
+    served = Served(tmp_path, grammar_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=4, thoughts_end="z")
+    try:
+        budget = {"extra_body": {"thinking_token_budget": 4, "generation_config": '{"eos_token_id": []}'}}
+        asked = {"temperature": 1.0, "max_tokens": 30, "n": 6, **budget}
+
+        def by_chat(prompt):
+            chosen = served.chat(prompt, **asked, logprobs=True).choices
+            return [[place.token for place in one.logprobs.content] for one in chosen]
+
+        for answers in (
+            by_chat("abc"),
+            [one.logprobs.tokens for one in served.text("abc", **asked, logprobs=0).choices],
+        ):
+            assert len(answers) == 6 and all("z" in tokens[:5] for tokens in answers)
+            assert any("z" not in tokens[:4] for tokens in answers)
+        assert any("z" not in tokens[:5] for tokens in by_chat("abcz"))
+    finally:
+        served.end()
+
+
+def test_an_answer_by_a_schema_begins_at_once_where_the_prompt_ends_thoughts(tmp_path, monkeypatch):
+    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
+        return compiler.compile_regex(json.loads(schema)["pattern"])
+
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    served = Served(tmp_path, grammar_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=4, thoughts_end="z")
+    try:
+        form = {"type": "json_schema", "json_schema": {"name": "letters", "schema": {"pattern": "(ab|c){3}"}}}
+        answer = served.chat("abcz", temperature=1.0, max_tokens=200, n=4, response_format=form)
+        assert all(re.fullmatch("(ab|c){3}", choice.message.content) for choice in answer.choices)
     finally:
         served.end()
 

@@ -114,9 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     model, processor = models.load_model_and_processor(models.process_model_name(options.model))
     engine = wrap(model, processor, drafter=drafter, verifier=options.verifier)
-    manager = Answers(
-        engine, num_rows=options.rows, seed=options.seed, draft=options.draft, thoughts_end=options.thoughts_end
-    )
+    marks = {"thoughts_begin": options.thoughts_begin, "thoughts_end": options.thoughts_end}
+    manager = Answers(engine, num_rows=options.rows, seed=options.seed, draft=options.draft, **marks)
     saver = None if options.save_lookup is None else Saver(manager, engine.lookup, options.save_lookup)
     kept = nullcontext() if options.keep_prompts is None else engine.keep_prompts(options.keep_prompts * 2**30)
     app = new_app(manager, models, chat_template_kwargs=options.chat_template_kwargs)
@@ -142,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--save-lookup", help="a file that it is saved to, every few minutes and at the end (none)")
     add("--share", help="a folder in which processes tell each other what they learn (none)")
     add("--keep-prompts", type=float, help="GiB of prompts' keys that stay for requests that begin alike (none)")
-    add("--thoughts-end", help='text behind which answers by a schema begin, such as "</think>" (they begin at once)')
+    add("--thoughts-end", help='text that ends thoughts, such as "</think>" (the model is taken for one without any)')
+    add("--thoughts-begin", help='text that begins them, such as "<think>" (they begin with the first token)')
     add("--chat-template-kwargs", type=json.loads, default={}, help="JSON for the chat template (none)")
     add("--log-level", default="warning", help="of the web server (warning)")
     return parser

@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from transformers.cli.serving.utils import GenerationState
 
 from stand.engine import Engine
 from stand.plugins.open_runs import ClosedError, OpenRuns
+from stand.plugins.request_processors import AskedOfLaws, RequestProcessors
 from stand.plugins.server.asked import Asked
 from stand.plugins.server.streams import TokenStream, set_limit
 from stand.scheduling.arrivals import OnTokens
@@ -34,15 +36,14 @@ class Answers:
         num_rows: int,
         seed: int | None = None,
         draft: bool = True,
+        thoughts_begin: str | None = None,
         thoughts_end: str | None = None,
     ):
-        """num_rows: that are decoded together at most. draft: False for ordinary decoding. thoughts_end: text behind
-        which answers by a schema begin. Raises ValueError where that is no text of the tokenizer."""
-        self.engine, self._draft, self._thoughts_end = engine, draft, thoughts_end
+        """num_rows: that are decoded together at most. draft: False for ordinary decoding. thoughts_begin,
+        thoughts_end: as `RequestProcessors`. Raises ValueError where they are no texts of the tokenizer."""
+        self.engine, self._draft, self._is_stopped = engine, draft, False
         self._runs = OpenRuns(engine, num_rows=num_rows, seed=seed)
-        self._json_answers, self._is_stopped = None, False
-        if thoughts_end is not None:
-            self._begin_json()
+        self._processors = RequestProcessors(engine, thoughts_begin=thoughts_begin, thoughts_end=thoughts_end)
 
     def submit(
         self, inputs: Mapping[str, object], config: GenerationConfig, *, on_tokens: OnTokens | None = None
@@ -50,6 +51,7 @@ class Answers:
         """inputs: one prompt, as a tokenizer or a processor gives it."""
         inputs = inputs.to("cpu") if hasattr(inputs, "to") else inputs  # here, where no step waits for it
         asked: Asked = getattr(config, ASKED)
+        self._processors.check(asked.of_laws)
         law = copy.deepcopy(config)
         delattr(law, ASKED)
         limit, stop = law.max_new_tokens, law.stop_strings
@@ -58,10 +60,12 @@ class Answers:
             "generation_config": law, "num_return_sequences": asked.count, "max_new_tokens": limit, "stop": stop,
             "logprobs": asked.logprobs, "draft": None if self._draft else False,
         }  # fmt: skip
-        processors = None if asked.schema is None else partial(self._processors, asked.schema)
-        return self._runs.submit(
-            inputs, settings, processors=processors, of_processors=asked.schema, on_tokens=on_tokens
-        )
+        if not asked.of_laws.is_anything:
+            return self._runs.submit(inputs, settings, on_tokens=on_tokens)
+        (prompt,) = inputs["input_ids"]
+        of_laws = replace(asked.of_laws, is_thinking=self._processors.is_thinking(prompt))
+        processors = partial(self._made, of_laws)
+        return self._runs.submit(inputs, settings, processors=processors, of_processors=of_laws, on_tokens=on_tokens)
 
     async def answers(self, inputs: Mapping[str, object], config: GenerationConfig) -> list[Trajectory]:
         """All of a request. Whoever is cancelled meanwhile ends them. Raises ClosedError where the server ends."""
@@ -102,21 +106,14 @@ class Answers:
         self._is_stopped = True
         self._runs.close(cancel=True)
 
-    def _processors(self, schema: str) -> list:
+    def _made(self, of_laws: AskedOfLaws) -> list:
         """Raises ValueError where xgrammar is absent or cannot follow the schema."""
         try:
-            self._begin_json()
-            return [self._json_answers.processor(schema)]
+            return self._processors.made(of_laws)
         except (ImportError, RuntimeError) as error:
             raise ValueError(
-                f"response_format must be a schema that xgrammar compiles here, got {schema:.80}; {error}"
+                f"response_format must be a schema that xgrammar compiles here, got {of_laws.schema:.80}; {error}"
             ) from error
-
-    def _begin_json(self) -> None:
-        if self._json_answers is None:
-            from stand.plugins.json_answers import JsonAnswers  # here, because it needs xgrammar
-
-            self._json_answers = JsonAnswers(self.engine, thoughts_end=self._thoughts_end)
 
 
 class Ready:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from transformers import GenerationConfig
 
+from stand.plugins.request_processors import AskedOfLaws
+
 Body = Mapping[str, object]
 
 ADDED = ("top_k", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, by the names that vLLM takes
 SERVED = frozenset({
     "model", "temperature", "top_p", "max_tokens", "stop", "seed", "stream", "n", "logprobs", "logit_bias",
-    "generation_config", *ADDED,
+    "generation_config", "frequency_penalty", "presence_penalty", "thinking_token_budget", *ADDED,
 })  # fmt: skip
 OF_CHATS = SERVED | {
     "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "chat_template_kwargs",
@@ -24,28 +26,28 @@ OF_THE_CLIENT = frozenset({  # no answer depends on them
     "stream_options", "user",
 })  # fmt: skip
 NEUTRAL = {  # values by which a field asks for nothing
-    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("auto",), "functions": ([],),
-    "modalities": (["text"],), "parallel_tool_calls": (True,), "presence_penalty": (0,), "suffix": ("",),
-    "tool_choice": ("auto", "none"),
+    "best_of": (1,), "echo": (False,), "function_call": ("auto",), "functions": ([],), "modalities": (["text"],),
+    "parallel_tool_calls": (True,), "suffix": ("",), "tool_choice": ("auto", "none"),
 }  # fmt: skip
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 WHOLE = ("max_tokens", "max_completion_tokens", "top_k", "seed")
 OF_THE_SERVER = frozenset({"add_generation_prompt", "tokenize", "return_tensors", "return_dict", "tools"})
 MOST_ANSWERS = 1024  # of a request: those of later ones wait for them
 MOST_LOGPROBS = 20  # per place, as OpenAI has it
+MOST_PENALTY = 2  # as OpenAI has it
 ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """count: answers. logprobs: likeliest tokens per place, None for none. schema: of the answer, as JSON.
+    """count: answers. logprobs: likeliest tokens per place, None for none. of_laws: what takes logits processors.
 
     A seed is taken, and follows no further: which rows are decoded together depends on time, so it could repeat no
     answer. What could is told with every answer, see `stand.plugins.server.handlers`."""
 
     count: int = 1
     logprobs: int | None = None
-    schema: str | None = None
+    of_laws: AskedOfLaws = AskedOfLaws()
 
     @classmethod
     def of(cls, body: Body) -> Asked:
@@ -64,7 +66,7 @@ class Asked:
                 f"a streamed answer must be one, without log-probabilities, got n={count} and logprobs={given!r}; "
                 "leave stream out"
             )
-        return cls(count, logprobs, _schema(body.get("response_format")))
+        return cls(count, logprobs, _of_laws(body))
 
 
 def check_fields(body: Body, served: Collection[str]) -> None:
@@ -162,6 +164,23 @@ def _whole(body: Body, name: str, *, least: int | None = 0, most: int | None = N
         rule = "an integer" if least is None else f"an integer in [{lower}, {upper}]"
         raise ValueError(f"{name} must be {rule}, got {value!r:.80}; leave it out for the default")
     return value
+
+
+def _of_laws(body: Body) -> AskedOfLaws:
+    budget = body.get("thinking_token_budget")
+    return AskedOfLaws(
+        schema=_schema(body.get("response_format")),
+        presence=_penalty(body, "presence_penalty"),
+        frequency=_penalty(body, "frequency_penalty"),
+        thinking_tokens=None if budget is None else _whole(body, "thinking_token_budget"),
+    )
+
+
+def _penalty(body: Body, name: str) -> float:
+    value = body.get(name) or 0.0
+    is_sound = _is_number(value) and -MOST_PENALTY <= value <= MOST_PENALTY
+    _check(is_sound, name, f"a number in [-{MOST_PENALTY}, {MOST_PENALTY}]", value)
+    return float(value)
 
 
 def _schema(response_format: object) -> str | None:

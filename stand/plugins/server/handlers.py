@@ -23,6 +23,9 @@ from stand.scheduling.request import Trajectory
 
 Body = dict[str, object]
 
+OURS = frozenset({  # fields that transformers' handlers would follow in another way, or one of them alone
+    "seed", "logit_bias", "frequency_penalty", "presence_penalty",
+})  # fmt: skip
 LEAST = -9999.0  # JSON has no number for what cannot come
 TEXT = frozenset({"text"})
 PARTS = {  # of contents, by what a model takes
@@ -42,8 +45,7 @@ class _Checked:
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
     ) -> GenerationConfig:
-        # A seed would be torch's. Of the two kinds of requests transformers follows the bias of one.
-        given = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
+        given = {name: value for name, value in body.items() if name not in OURS}
         limit = given.pop("max_completion_tokens", None)
         limit = given.pop("max_tokens", None) if limit is None else limit
         config = super()._build_generation_config(given, model_generation_config, use_cb=use_cb)

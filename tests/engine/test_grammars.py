@@ -302,7 +302,9 @@ def test_libraries_are_known_by_the_names_of_their_classes():
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     """Its blocks one after the other, in a folder with the bundled model alone; fewer steps timed."""
     namespace = run_page(PAGE, tmp_path, monkeypatch)
-    answer, digits = capsys.readouterr().out.strip().splitlines()
+    answer, thoughts, digits = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch(r"\d+ characters of thoughts at most", thoughts)
+    assert all("</think>" in text[:200] for text in namespace["short"].texts)
     assert re.fullmatch(r"Answer: \d{1,3}", answer) and re.fullmatch(r"\d{1,3}", digits)
     whole = r"(.|\n)*</think>\nAnswer: [0-9]{1,3}"
     assert all(re.fullmatch(whole, text) for text in namespace["output"].texts)

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stand.laws.grammars import matchers
 from stand.laws.grammars.matchers import GuidanceMatcher
+from stand.row import Row
 
 ROOT = Path(__file__).parents[2]
-
+ROW = Row(0, np.array([3], dtype=np.int32), 9)
 
 LARK = {
     "skipped blanks": 'start: e\ne: N | "(" e ")"\nN: /[0-9]/\n%ignore / /\n',
@@ -65,7 +66,7 @@ def test_back_from_any_text_a_matcher_is_as_one_that_was_never_there(name):
     size, made = of_the_bundled_model()
     generator, make = np.random.default_rng(0), made[name]
     for _ in range(4):
-        matcher, settled = matchers.matcher_for(make(), 0, size), []
+        matcher, settled = matchers.matcher_for(make(), ROW, size), []
         for _ in range(5):
             path: list[int] = []
             for _ in range(6):
@@ -78,7 +79,7 @@ def test_back_from_any_text_a_matcher_is_as_one_that_was_never_there(name):
                     matcher.take(token)
                     path.append(token)
                     words = mask_of(matcher)
-                    fresh = matchers.matcher_for(make(), 0, size)
+                    fresh = matchers.matcher_for(make(), ROW, size)
                     for before in (*settled, *path):
                         fresh.take(before)
                     assert np.array_equal(words, mask_of(fresh))
@@ -116,7 +117,7 @@ def test_what_llguidance_says_is_told_of_where_it_stands():
 @pytest.mark.parametrize("name", [f"llguidance, {name}" for name in LARK])
 def test_where_llguidance_does_not_go_back_all_tokens_are_taken_anew(name):
     size, made = of_the_bundled_model()
-    matcher = matchers.matcher_for(made[name](), 0, size)
+    matcher = matchers.matcher_for(made[name](), ROW, size)
     assert matcher.goes_back_quickly == (name not in ("llguidance, stop", "llguidance, max_tokens"))
 
 
@@ -124,7 +125,7 @@ def test_where_llguidance_does_not_go_back_all_tokens_are_taken_anew(name):
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_token_that_is_not_taken_changes_nothing(name):
     size, made = of_the_bundled_model()
-    matcher, count = matchers.matcher_for(made[name](), 0, size), 0
+    matcher, count = matchers.matcher_for(made[name](), ROW, size), 0
     for _ in range(4):
         bits = np.unpackbits(mask_of(matcher).view(np.uint8), bitorder="little")[:size]
         forbidden = [token for token in np.flatnonzero(bits == 0).tolist() if not matcher.takes_any(token)]

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import ranks_at_work
 import torch
 from ranks_at_work import BUDGETS, GREEDY, PROMPTS, SAMPLED, engine_of, loaded
 from recurrent_models import RECURRENT, recurrent_model
+from shared_results import found_once
 from tiny_models import CONFIGS, tiny_model
 from torch import distributed
 from transformers import AutoModelForCausalLM
@@ -43,16 +45,22 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("models")
+def folder(request, tmp_path_factory) -> Path:
+    """Of those families that this run asks about, and of the first."""
+    made, asked = tmp_path_factory.mktemp("models"), [item.name for item in request.session.items]
     for family in FAMILIES:
-        saved_model(family, made)
+        if family == FAMILIES[0] or f"{test_tokens_are_those_of_one_process.__name__}[{family}]" in asked:
+            saved_model(family, made)
     return made
 
 
 @pytest.fixture(scope="module")
-def ranks(folder) -> list[dict]:
+def ranks(folder, tmp_path_factory) -> list[dict]:
     """The answers of both ranks."""
+    return found_once(tmp_path_factory, "ranks", partial(answers_of_ranks, folder))
+
+
+def answers_of_ranks(folder: Path) -> list[dict]:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     searched = os.pathsep.join([str(Path(ranks_at_work.__file__).parent), *filter(None, sys.path)])
     processes = [

@@ -9,14 +9,17 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from shared_results import found_once
 from specimens.attention import of_attention
 from specimens.registry import SPECIMENS
+from thinned import thinned
 
 import stand.gpu.kernels
 from stand.gpu.packets.step_size import SUPPORT_SIZES
@@ -32,6 +35,7 @@ from stand.gpu.tuning.attention_tiles import (
 from stand.gpu.tuning.product_tiles import TILES
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+OTHERS = [module for module in SPECIMENS if module != "attention"]
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
 SINGLE = """
 import json
@@ -71,32 +75,48 @@ def compiled(*options: str) -> list[dict]:
     return json.loads(result.stdout.splitlines()[-1])["kernels"]
 
 
-def check_all(kernels: list[dict], target: str) -> None:
-    """There are kernels of every module, each within the shared memory that one block may have."""
+def check_all(kernels: list[dict], target: str, *, every: int) -> None:
+    """There are kernels of every module, or of the N-th part, each within the shared memory that one block may have."""
     sources = Path(stand.gpu.kernels.__file__).parent.rglob("*.py")
     modules = {path.stem for path in sources} - {"__init__", "cut", "key_blocks", "launch", "proxy_fence"}
     chosen = [kernel for kernel in kernels if kernel["target"] == target]
-    assert modules and {kernel["module"] for kernel in chosen} == modules
+    found = {kernel["module"] for kernel in chosen}
+    assert modules == {"attention", *OTHERS} and found <= modules
+    least = len(modules) if every == 1 or target != "sm_90" else 1 + -(-len(OTHERS) // every)
+    assert len(found) >= least
     for kernel in chosen:
         assert kernel["shared_bytes"] <= SHARED_BYTES[target], kernel
 
 
 @pytest.fixture(scope="module", params=["7B", pytest.param("", marks=pytest.mark.slow)], ids=["some", "all"])
-def kernels(request) -> list[dict]:
-    """Of attention and of sm_80 those with this in their names; of the filters, which compile longest, one way."""
+def kernels(request, tmp_path_factory) -> list[dict]:
+    """Of attention and of sm_80 those with this in their names; of the filters, which compile longest, one way. With
+    `--every` the N-th part of the other modules."""
     if not request.param:
         return compiled()
-    others = ",".join(module for module in SPECIMENS if module not in ("attention", "filter"))
-    some = f"{request.param},{others},find_cut_top_k"
-    return compiled("--targets", "90", "--only", some) + compiled("--targets", "80", "--only", request.param)
+    every, turn = (request.config.getoption(f"--{name}") for name in ("every", "turn"))
+    others = sorted(thinned((("module", name) for name in OTHERS), every=every, turn=turn))
+    return found_once(tmp_path_factory, "kernels", partial(compiled_of, others, request.param))
 
 
-def test_everything_compiles_within_shared_memory(kernels):
+def compiled_of(others: list[str], of_attention: str) -> list[dict]:
+    names = ["find_cut_top_k" if name == "filter" else name for name in others]
+    of_hopper = compiled("--targets", "90", "--only", ",".join([of_attention, *names]))
+    return of_hopper + compiled("--targets", "80", "--only", of_attention)
+
+
+def of_module(kernels: list[dict], module: str) -> list[dict]:
+    """Skips where it is none of those of this turn."""
+    found = [kernel for kernel in kernels if kernel["module"] == module]
+    return found or pytest.skip(f"{module} is none of the modules of this turn")
+
+
+def test_everything_compiles_within_shared_memory(kernels, request):
     """For sm_80 too among the slow tests."""
     targets = {kernel["target"] for kernel in kernels if kernel["module"] != "attention"}
     assert "sm_90" in targets
     for target in targets:
-        check_all(kernels, target)
+        check_all(kernels, target, every=request.config.getoption("--every"))
 
 
 SPILLED = {  # bytes
@@ -122,7 +142,7 @@ def test_attention_keeps_its_registers(kernels):
 
 def test_residual_draws_spill_nothing(kernels):
     """Supports of up to 64 ids: compared with a chunk all at once they would cost kilobytes per thread."""
-    residual = [kernel for kernel in kernels if kernel["specimen"].startswith("residual")]
+    residual = [kernel for kernel in of_module(kernels, "draw") if kernel["specimen"].startswith("residual")]
     targets = {kernel["target"] for kernel in residual}
     assert len(residual) == len(targets) * (1 + len(SUPPORT_SIZES)) > 0
     assert not any(kernel["spill_bytes"] for kernel in residual)
@@ -226,7 +246,7 @@ def test_overwritten_operands_are_found(first, second, is_wrong):
 
 
 def test_products_fit_every_gpu_and_use_its_matrix_instructions(kernels):
-    products = [kernel for kernel in kernels if kernel["module"] == "product"]
+    products = of_module(kernels, "product")
     assert len(products) > len(TILES)
     for kernel in products:
         assert kernel["spill_bytes"] == 0, kernel
@@ -236,7 +256,7 @@ def test_products_fit_every_gpu_and_use_its_matrix_instructions(kernels):
 
 def test_products_of_experts_spill_nothing_and_use_the_matrix_instructions(kernels):
     """They fit every GPU; where Hopper's own instructions are used they may ask for more."""
-    products = [kernel for kernel in kernels if kernel["module"] == "experts" and "tokens" in kernel["specimen"]]
+    products = [kernel for kernel in of_module(kernels, "experts") if "tokens" in kernel["specimen"]]
     assert {kernel["matrix"] for kernel in products if kernel["target"] == "sm_90"} == {"-", "mma", "wgmma"}
     for kernel in products:
         assert kernel["spill_bytes"] <= (40 if "fp32" in kernel["specimen"] else 0), kernel  # 36 by Triton 3.6

@@ -72,7 +72,8 @@ REPEATING = taken("-fno-tree-tail-merge") + taken("-fno-optimize-sibling-calls")
 # -Oz packs 1 % smaller than -Os; without jumps past known conditions another 1 %, without three more passes 0.3 %.
 COMPACT_LEVEL = ["-Os", *taken("-Oz"), *taken("-fno-tree-dominator-opts"), *taken("-fno-code-hoisting")]
 COMPACT_LEVEL += [*taken("-fno-move-loop-invariants"), *taken("-fno-shrink-wrap"), *IN_ORDER, *SPARING, *REPEATING]
-# Nothing of C++ runs in these, so no exception passes: without tables for it they pack 4 % smaller.
+# No exception of C++ passes in these: without tables for it they pack 4 % smaller, and 2 % with addresses in loops as
+# they are written.
 PLAIN = COMPACT - {"stand.trees.compiled"}
 WITHOUT_EXCEPTIONS = ["-fno-exceptions", "-fno-unwind-tables"] if IS_LEAN else []
 # These levels are of the C++ in headers: in modules with much of it `trees/include/compact_wrappers.h` compiles for
@@ -91,13 +92,6 @@ LEVELS = {
         *taken("-fno-if-conversion"),
         *taken("--param=inline-unit-growth=5"),
         *SMALL,
-    ],
-    # Calls for few tokens take as long; a third of its size. No exception passes. Addresses in its loops stay as they
-    # are written: 4 % less.
-    "stand.fusion.cpu.row_kernels": [
-        *COMPACT_LEVEL,
-        *WITHOUT_EXCEPTIONS,
-        *taken("-fno-ivopts"),
     ],
     # As fast as -O3, a tenth smaller.
     "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *SMALL],
@@ -132,7 +126,7 @@ LEVELS = {
         *REPEATING,
     ],
     **dict.fromkeys(COMPACT - PLAIN, COMPACT_LEVEL),
-    **dict.fromkeys(PLAIN, [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS]),
+    **dict.fromkeys(PLAIN, [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS, *taken("-fno-ivopts")]),
 }
 CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # Symbols that nothing looks up at run time are most of an optimised module. Of the wheel's bytes, calls without a table

@@ -1,6 +1,7 @@
-"""What every step asks of all its rows and of all nodes of its drafts, each in one pass; the arrays of captured steps.
-One compiled module, because each by itself takes 6 kB of the wheel."""
+"""What every step asks of all its rows and of all nodes of its drafts, each in one pass; the arrays of captured steps;
+fused modules' rows on a CPU. One compiled module, because each by itself takes 6 kB of the wheel."""
 
+include "fusion/cpu/row_kernels.pxi"
 include "gpu/packets/packing.pxi"
 
 from libc.math cimport fabs

@@ -7,7 +7,7 @@ stand.fusion.formulas.RULES. `vectors`: a place in stand.laws.filters.VECTORS.
 
 from libc.stdint cimport int64_t
 
-cdef extern from "rows/jobs.h" namespace "stand" nogil:
+cdef extern from "fusion/cpu/rows/jobs.h" namespace "stand" nogil:
     cdef enum class C_Vectors "stand::Vectors":
         pass
 
@@ -75,9 +75,9 @@ cdef extern from "rows/jobs.h" namespace "stand" nogil:
     bint C_are_inside "stand::are_inside" (const int64_t* slots, Py_ssize_t num_tokens, Py_ssize_t num_slots)
 
 
-def norm(Py_ssize_t states, Py_ssize_t change, Py_ssize_t weight, Py_ssize_t total, Py_ssize_t output,
-         Py_ssize_t states_stride, Py_ssize_t change_stride, Py_ssize_t num_rows, Py_ssize_t size, double epsilon,
-         Py_ssize_t rule, bint is_narrow, Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+def norm_rows(Py_ssize_t states, Py_ssize_t change, Py_ssize_t weight, Py_ssize_t total, Py_ssize_t output,
+              Py_ssize_t states_stride, Py_ssize_t change_stride, Py_ssize_t num_rows, Py_ssize_t size, double epsilon,
+              Py_ssize_t rule, bint is_narrow, Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
     """output [num_rows, size]: `states`, or total = states + change where there is a change, normed and scaled."""
     cdef C_Norm job
     job.states, job.change, job.weight = <void*> states, <void*> change, <void*> weight
@@ -88,9 +88,9 @@ def norm(Py_ssize_t states, Py_ssize_t change, Py_ssize_t weight, Py_ssize_t tot
         C_run(job, num_rows, size, is_narrow, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
 
 
-def gate(Py_ssize_t gate, Py_ssize_t up, Py_ssize_t output, Py_ssize_t gate_stride, Py_ssize_t up_stride,
-         Py_ssize_t num_rows, Py_ssize_t size, Py_ssize_t activation, bint is_narrow, Py_ssize_t vectors,
-         Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+def gate_rows(Py_ssize_t gate, Py_ssize_t up, Py_ssize_t output, Py_ssize_t gate_stride, Py_ssize_t up_stride,
+              Py_ssize_t num_rows, Py_ssize_t size, Py_ssize_t activation, bint is_narrow, Py_ssize_t vectors,
+              Py_ssize_t num_threads, Py_ssize_t in_threads, /):
     """output [num_rows, size] = activation(gate) * up."""
     cdef C_Gate job
     job.gate, job.up, job.output = <void*> gate, <void*> up, <void*> output
@@ -100,9 +100,10 @@ def gate(Py_ssize_t gate, Py_ssize_t up, Py_ssize_t output, Py_ssize_t gate_stri
         C_run(job, num_rows, size, is_narrow, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
 
 
-def turn(tuple addresses, tuple strides, Py_ssize_t num_rows, Py_ssize_t heads, Py_ssize_t key_heads, Py_ssize_t size,
-         Py_ssize_t half, Py_ssize_t room, Py_ssize_t num_slots, double epsilon, Py_ssize_t rule, bint is_narrow,
-         Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+def turn_rows(tuple addresses, tuple strides, Py_ssize_t num_rows, Py_ssize_t heads, Py_ssize_t key_heads,
+              Py_ssize_t size, Py_ssize_t half, Py_ssize_t room, Py_ssize_t num_slots, double epsilon,
+              Py_ssize_t rule, bint is_narrow,
+              Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
     """Heads normed and turned, keys and values in the cache. False: a slot is beyond `num_slots`; nothing was written.
 
     addresses: query, key, value, cosines, sines, weights of queries and keys (or 0), slots, output, keys, values.

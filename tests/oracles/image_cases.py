@@ -231,10 +231,8 @@ def image_prompt(
 def image_processor() -> ProcessorMixin:
     """Of Gemma 3, on PIL images, with a token per letter."""
     processing = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
-    tokenizer = letter_tokenizer()
-    for name, token in (("image", IMAGE), ("boi", START), ("eoi", END)):
-        setattr(tokenizer, f"{name}_token", LETTERS[token])
-        setattr(tokenizer, f"{name}_token_id", token)
+    named = {"image_token": IMAGE, "boi_token": START, "eoi_token": END}
+    tokenizer = letter_tokenizer(**{name: LETTERS[token] for name, token in named.items()})
     pixels = processing.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     beside = {"image_seq_length": 4, "chat_template": TEMPLATE}
     return transformers.Gemma3Processor(image_processor=pixels, tokenizer=tokenizer, **beside)

@@ -118,8 +118,13 @@ class Contact:
         return self._compared(self.model, temperature=0.6, top_p=0.95)
 
     def penalty(self) -> str:
-        """Steps in two graphs."""
-        return self._compared(self.model, temperature=0.6, repetition_penalty=1.1)
+        """Steps in two graphs: of whole texts, then of new tokens, with a budget of thoughts."""
+        from stand import OutputPenalties, ThinkingBudget
+
+        of_texts = self._compared(self.model, temperature=0.6, repetition_penalty=1.1)
+        budget = ThinkingBudget(self.sizes.tokens // 2, begin=None, end=3, forced=[5, 4, 3])
+        processors = [OutputPenalties(presence=0.5, frequency=0.2), budget]
+        return f"{of_texts}; {self._compared(self.model, temperature=0.6, logits_processors=processors)}"
 
     def logprobs(self) -> str:
         """Of the model and of the law, drawn between two graphs' steps, against those of eager steps."""

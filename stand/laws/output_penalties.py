@@ -64,22 +64,22 @@ class _Counts:
 class PenalisedNodes:
     """The penalties at all nodes of a step. Counts are kept from step to step; they and the nodes' paths go up."""
 
-    by_request: dict[int, OutputPenalties]
+    by_request: dict[int, OutputPenalties]  # all of one call, with the same penalties
     _of_row: dict[int, _Counts] = field(default_factory=dict)
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[n, V] float32 of `nodes` -> the same shape."""
+        penalties = self.by_request[nodes[0].row.request].penalties
         rows = list({node.row.index: node.row for node in nodes}.values())
         lines = {row.index: line for line, row in enumerate(rows)}
         owners = np.array([lines[node.row.index] for node in nodes], dtype=np.int64)
-        of_rows = _filled_up([self._of_row_now(row) for row in rows])
-        of_paths = _filled_up([self._of_path(node) for node in nodes])
-        owners, ids, values, path_ids, path_values = (
-            uploaded(part, scores.device) for part in (owners, *of_rows, *of_paths)
-        )
-        ids, values = ids[owners], values[owners]
-        penalised = scores.scatter(1, ids, scores.gather(1, ids) - values)
-        return penalised.scatter_(1, path_ids, scores.gather(1, path_ids) - path_values)
+        row_ids, row_counts = self._of_rows(rows)
+        path_ids, path_counts = self._of_paths(nodes)
+        parts = owners, row_ids, penalties(row_counts), path_ids, penalties(path_counts)
+        owners, row_ids, of_rows, path_ids, of_paths = (uploaded(part, scores.device) for part in parts)
+        row_ids, of_rows = row_ids[owners], of_rows[owners]
+        penalised = scores.scatter(1, row_ids, scores.gather(1, row_ids) - of_rows)
+        return penalised.scatter_(1, path_ids, scores.gather(1, path_ids) - of_paths)
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """As `ProcessorChain.forget`."""
@@ -87,26 +87,28 @@ class PenalisedNodes:
         if is_last:
             self.by_request.pop(row.request, None)
 
-    def _of_row_now(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct new tokens of the row, and their penalties; where there are none, any token and its own, 0."""
-        found = self._of_row.setdefault(row.index, _Counts())
-        found.follow(row.new_token_ids)
-        count = max(len(found.places), 1)
-        return found.ids[:count], self.by_request[row.request].penalties(found.counts[:count])
+    def _of_rows(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+        """[R, N] int64 each: the distinct new tokens of the rows, and how often each was drawn. Where a row has fewer
+        than others, its first one is there again, or token 0 with its own count, 0."""
+        found = [self._of_row.setdefault(row.index, _Counts()) for row in rows]
+        for row, counts in zip(rows, found, strict=True):
+            counts.follow(row.new_token_ids)
+        longest = max(1, *(len(counts.places) for counts in found))
+        ids, drawn = np.empty((2, len(rows), longest), dtype=np.int64)
+        for line, counts in enumerate(found):
+            count = max(len(counts.places), 1)
+            for filled, array in ((ids[line], counts.ids), (drawn[line], counts.counts)):
+                filled[:count], filled[count:] = array[:count], array[0]
+        return ids, drawn
 
-    def _of_path(self, node: Node) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct tokens of its path, and their penalties there. Behind a root no token more is drawn than in the row:
-        any token, and its own penalty."""
-        counts = self._of_row[node.row.index]
-        ids = list(dict.fromkeys(node.path)) or [0]
-        drawn = np.array([counts.of(token) + node.path.count(token) for token in ids])
-        return np.array(ids, dtype=np.int64), self.by_request[node.row.request].penalties(drawn)
-
-
-def _filled_up(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """[n, longest] int64 tokens and float32 penalties: each line, followed by its first pair as often as needed."""
-    longest = max(len(ids) for ids, _ in lines)
-    return tuple(
-        np.stack([np.concatenate([part, np.repeat(part[:1], longest - len(part))]) for part in parts])
-        for parts in zip(*lines, strict=True)
-    )
+    def _of_paths(self, nodes: Sequence[Node]) -> tuple[np.ndarray, np.ndarray]:
+        """[n, D] int64 each: the tokens of each node's path, and how often each is drawn there, row and path together.
+        Where a path is shorter than others, its first token is there again; behind a root, which adds none, token 0."""
+        longest = max(1, *(len(node.path) for node in nodes))
+        ids, drawn = [], []
+        for node in nodes:
+            of_row, path = self._of_row[node.row.index].of, node.path or (0,)
+            counts = [of_row(token) + node.path.count(token) for token in path]
+            ids.append([*path, *path[:1] * (longest - len(path))])
+            drawn.append([*counts, *counts[:1] * (longest - len(path))])
+        return np.array(ids, dtype=np.int64), np.array(drawn, dtype=np.int64)

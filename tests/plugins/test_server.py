@@ -350,6 +350,56 @@ def test_an_answer_by_a_schema_begins_at_once_where_the_prompt_ends_thoughts(tmp
         served.end()
 
 
+CALLS = {  # TAtrueU calls the tool A with the argument true
+    "defaults": {"role": "assistant"},
+    "start_anchor": "ABC",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "T(?P<name>[A-D])", "close": "U", "content": "json", "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": "=", "content": "text"},
+    },
+}  # fmt: skip
+
+
+def written(tokenizer, text: str) -> dict:
+    """Settings by which an answer to a prompt that ends with its first letter is the rest of the text."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    biases = [[[first, second], 1e4] for first, second in zip(tokens, tokens[1:], strict=False)]
+    return {"extra_body": {"generation_config": json.dumps({"sequence_bias": biases})}}
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "content", "reason"),
+    [
+        ("CDTAtrueU=", 20, "D", "tool_calls"),
+        ("CDTAtrxU=", 20, "DTAtrxU=", "stop"),  # no JSON
+        ("CDTAtrueU=", 5, "DTAtr", "length"),
+        ("CDEFG=", 20, "DEFG", "stop"),
+    ],
+)
+def test_calls_of_tools_are_told_and_what_is_none_is_text(letters, monkeypatch, text, limit, content, reason):
+    """Whole answers, several of them, and streams."""
+    monkeypatch.setattr(letters.tokenizer, "response_template", CALLS, raising=False)
+    asked = {"temperature": 0, "max_tokens": limit, **written(letters.tokenizer, text)}
+    calls = [("A", "true")] if reason == "tool_calls" else []
+    for choice in letters.chat("ABC", **asked, n=2).choices:
+        found = [(one.function.name, one.function.arguments) for one in choice.message.tool_calls or []]
+        assert (choice.message.content, choice.finish_reason, found) == (content, reason, calls)
+    parts = [part.choices[0] for part in letters.chat("ABC", **asked, stream=True) if part.choices]
+    streamed = [call for part in parts for call in part.delta.tool_calls or []]
+    assert "".join(part.delta.content or "" for part in parts) == content and parts[-1].finish_reason == reason
+    assert [(one.function.name, one.function.arguments) for one in streamed] == calls
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_template_that_is_none_is_told(letters, monkeypatch, is_stream):
+    monkeypatch.setattr(letters.tokenizer, "response_template", {"fields": {}}, raising=False)
+    with pytest.raises(openai.BadRequestError, match="start_anchor"):
+        letters.chat("ABC", temperature=0, max_tokens=3, stream=is_stream)
+
+
 def test_whoever_leaves_a_stream_ends_its_row(letters):
     """The client's end of a stream, as the server's handlers tell it."""
     config = GenerationConfig(max_new_tokens=400, eos_token_id=None)

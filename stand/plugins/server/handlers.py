@@ -13,12 +13,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import Modality
+from transformers.cli.serving.utils import Modality, build_response_parser
 
 from stand.plugins.logprob_places import bytes_of, places_of, texts_of
 from stand.plugins.server.answers import ASKED, Answers, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
 from stand.plugins.server.streams import Begun, before_stop, stop_strings
+from stand.plugins.server.unread import NO_TEMPLATE, tell_unread, without_template
 from stand.scheduling.request import Trajectory
 
 Body = dict[str, object]
@@ -100,8 +101,14 @@ class _Checked:
         answers = await gen_manager.answers(inputs, gen_config)
         made: list[Body] = []
         for answer in answers:
-            told = (request_id, model, processor, model_id, inputs, gen_config, Ready(answer))
-            response = await super()._non_streaming(*told, *more, **beside)
+            told = (model_id, inputs, gen_config, Ready(answer), *more)
+            try:
+                response = await super()._non_streaming(request_id, model, processor, *told, **beside)
+            except Exception as error:  # nobody says which ones a parser raises
+                build_response_parser(processor, model, inputs["input_ids"])  # raises what is wrong with a template
+                tell_unread(error)
+                plain = (request_id, NO_TEMPLATE, without_template(processor))
+                response = await super()._non_streaming(*plain, *told, **beside)
             made.append(self._cut(json.loads(response.body), answer, stop_strings(gen_config)))
         tokenizer = getattr(processor, "tokenizer", processor)
         return JSONResponse(_joined(made, answers, texts_of(tokenizer), self._logprobs))

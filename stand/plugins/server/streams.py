@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import DirectStreamer, _StreamError
 
+from stand.plugins.server.unread import ForgivingParser
 from stand.scheduling.request import Trajectory
 
 
@@ -81,10 +82,12 @@ class Begun:
         """As transformers' managers: texts go to the queue, None behind the last one. When it comes, `max_new_tokens`
         of the settings tells whether the answer has met its limit."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if response_parser is not None:
+            response_parser = ForgivingParser(response_parser, tokenizer.all_special_tokens)
         stops = stop_strings(gen_config)
         beside = {"response_parser": response_parser, "stops": stops, "future": self._stream.future}
-        streamer = _Streamer(tokenizer, loop, queue, **beside)
+        streamer = _Streamer(tokenizer._tokenizer, loop, queue, **beside)
         streamer.put(inputs["input_ids"])  # the prompt, which it leaves out
 
         def end(future: Future[list[Trajectory]]) -> None:

@@ -396,7 +396,7 @@ def test_calls_of_tools_are_told_and_what_is_none_is_text(letters, monkeypatch, 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_template_that_is_none_is_told(letters, monkeypatch, is_stream):
     monkeypatch.setattr(letters.tokenizer, "response_template", {"fields": {}}, raising=False)
-    with pytest.raises(openai.BadRequestError, match="start_anchor"):
+    with pytest.raises(openai.BadRequestError, match="response_template"):
         letters.chat("ABC", temperature=0, max_tokens=3, stream=is_stream)
 
 

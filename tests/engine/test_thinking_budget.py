@@ -68,7 +68,7 @@ def plain_scores(logits, prompt, new_tokens, asked):
 
 
 @pytest.mark.parametrize("asked", BUDGETS)
-@pytest.mark.parametrize("prompt", [*PROMPTS, [30, 4, 31], [30, 30, 7, 31, 32], [30, 30], [31, 30]])
+@pytest.mark.parametrize("prompt", [*PROMPTS, [30, 4, 31], [30, 30, 7, 31, 32], [30, 30], [31, 30], [30], [31]])
 def test_scores_at_every_node(prompt, asked):
     """Rows go on, with drafts that begin, end and use up thoughts anywhere."""
     generator = np.random.default_rng(len(prompt) + asked["max_tokens"])
@@ -193,6 +193,15 @@ def test_nothing_is_made_while_no_draft_comes_near_the_end(monkeypatch):
         assert chain(logits, batch, [row]) is logits
     row.extend([3])
     assert not torch.equal(chain(logits, batch, [row]), logits)
+
+
+def test_drafts_are_planned_where_a_text_is_forced():
+    chain = ProcessorChain([stand.ThinkingBudget(2, begin=None, end=END)])
+    row = Row(0, np.array([3], dtype=np.int32), 20)
+    chain.grammar.expect(VOCABULARY_SIZE)
+    for is_forced in (False, False, True, False):
+        assert chain.grammar.is_plannable([row]) == is_forced
+        row.extend([END if is_forced else 9])
 
 
 def test_by_custom_generate():

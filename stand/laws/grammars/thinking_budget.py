@@ -86,9 +86,10 @@ class BudgetMatcher(Matcher):
 
     @property
     def num_free(self) -> int:
-        state, left = self._states[-1], self._budget.max_tokens - self._states[-1].num_thought
-        never_again = self._budget.begin is None and not state.is_thinking
-        return sys.maxsize if never_again else max(left, 0)
+        state = self._states[-1]
+        if self._budget.begin is None and not state.is_thinking:
+            return sys.maxsize  # it never thinks again
+        return max(self._budget.max_tokens - state.num_thought, 0)
 
     def take(self, token: int) -> None:
         only = self._only()

@@ -28,6 +28,9 @@ class OutputPenalties(EngineProcessor):
 
     def __init__(self, *, presence: float = 0.0, frequency: float = 0.0):
         """Raises ValueError for what is no number in [-10000, 10000]; OpenAI allows -2 to 2."""
+        for name, value in {"presence": presence, "frequency": frequency}.items():
+            if isinstance(value, bool):
+                raise ValueError(f"{name} must be a number, got {value}; 0.5 is usual")
         self.presence = within(presence, "presence", -MOST, MOST, 0.5)
         self.frequency = within(frequency, "frequency", -MOST, MOST, 0.5)
 

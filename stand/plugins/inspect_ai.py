@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -166,7 +165,7 @@ class StandAPI(ModelAPI):
         self._processors.check(asked)
         if not asked.is_anything:
             return self.runs.submit(prompt, settings)
-        asked = replace(asked, is_thinking=self._processors.is_thinking(prompt))
+        asked = self._processors.behind(prompt, asked)
         made = partial(self._processors.made, asked)
         return self.runs.submit(prompt, settings, processors=made, of_processors=asked)
 

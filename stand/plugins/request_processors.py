@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from transformers import LogitsProcessor
 
 from stand.extra import missing_package
 from stand.forward.model import text_config
 from stand.laws.grammars.after_thoughts import AfterThoughts
+from stand.laws.grammars.marks import last_place
 from stand.laws.grammars.thinking_budget import ThinkingBudget
 from stand.laws.output_penalties import OutputPenalties
 
@@ -20,19 +23,21 @@ if TYPE_CHECKING:
     from stand.engine import Engine
 
 MOST_WHITESPACE = 20  # between two parts of an answer: enough for indented JSON, and no model goes on with it forever
-TAIL = 32  # tokens of a prompt, with which it may switch thoughts off
+TAIL = 32  # tokens of a prompt, with which it may begin or end thoughts
+AROUND = ("\n{}\n", ".{}\n\n", "a {} b", "a{}b")  # texts in which marks of thoughts must keep their tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AskedOfLaws:
     """By one request. schema: JSON, of its answer; presence, frequency: as `OutputPenalties`; thinking_tokens: as
-    `ThinkingBudget`, None for any number."""
+    `ThinkingBudget`, None for any number. is_thinking: whether the model thinks behind the prompt; None: its first new
+    tokens tell."""
 
     schema: str | None = None
     presence: float = 0.0
     frequency: float = 0.0
     thinking_tokens: int | None = None
-    is_thinking: bool = True  # the prompt lets the model think first
+    is_thinking: bool | None = False
 
     @property
     def is_anything(self) -> bool:
@@ -46,31 +51,42 @@ class RequestProcessors:
         """thoughts_begin, thoughts_end: texts such as "<think>" and "</think>"; without an end no thoughts are known,
         without a beginning a model thinks from its first token on unless the prompt ends thoughts at once.
 
-        Raises ValueError where they are no tokens of the tokenizer.
+        Raises ValueError for texts whose tokens are not the same everywhere, and for a beginning without an end.
         """
         self._engine, self._compiler = engine, None
-        self._text, self._begin, self._end = thoughts_end, None, None
-        if thoughts_begin is not None:
-            self._begin = self._mark(thoughts_begin, "thoughts_begin", "<think>")
-        if thoughts_end is not None:
-            self._end = self._mark(thoughts_end, "thoughts_end", "</think>")
+        self._begins, self._ends = thoughts_begin, thoughts_end
+        if thoughts_begin is not None and thoughts_end is None:
+            raise ValueError(f"thoughts_begin needs thoughts_end, got {thoughts_begin!r} alone; give both")
+        self._begin = None if thoughts_begin is None else self._mark(thoughts_begin, "thoughts_begin", "<think>")
+        self._end = None if thoughts_end is None else self._mark(thoughts_end, "thoughts_end", "</think>")
 
-    def is_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether a model may think behind this prompt: not where it ends with the end of thoughts."""
-        if self._text is None:
-            return False
-        return not self._engine.tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(self._text)
+    def behind(self, prompt: Sequence[int], asked: AskedOfLaws) -> AskedOfLaws:
+        """The same, with what the prompt's end says of thoughts, where that matters."""
+        if self._end is None or (asked.schema is None and asked.thinking_tokens is None):
+            return asked
+        try:
+            text = self._engine.tokenizer.decode(prompt[-TAIL:]).rstrip()
+        except (OverflowError, ValueError, TypeError):  # no token ids, which the engine will say
+            text = ""
+        if text.endswith(self._ends):
+            return asked
+        is_told = self._begins is None or text.endswith(self._begins)
+        return replace(asked, is_thinking=True if is_told else None)
 
     def made(self, asked: AskedOfLaws) -> list[LogitsProcessor]:
         """For `logits_processors=` of one call. Raises ValueError for what does not fit, ImportError where a schema
         needs xgrammar, and what xgrammar raises where it cannot follow the schema."""
         made: list[LogitsProcessor] = []
+        begin = self._begin if asked.is_thinking is None else None
         if asked.presence or asked.frequency:
             made.append(OutputPenalties(presence=asked.presence, frequency=asked.frequency))
         if asked.schema is not None:
-            made.append(self._grammar(asked.schema, is_thinking=asked.is_thinking))
-        if asked.thinking_tokens is not None and (asked.is_thinking or self._begin is not None):
-            made.append(ThinkingBudget(asked.thinking_tokens, begin=self._begin, end=self._end))
+            grammar = self._grammar(asked.schema)
+            made.append(grammar if asked.is_thinking is False else AfterThoughts(grammar, self._end, begin=begin))
+        if asked.thinking_tokens is not None and asked.is_thinking is not False:
+            is_thinking = bool(asked.is_thinking)
+            budget = ThinkingBudget(asked.thinking_tokens, begin=begin, end=self._end, is_thinking=is_thinking)
+            made.append(budget)
         return made
 
     def check(self, asked: AskedOfLaws) -> None:
@@ -81,21 +97,24 @@ class RequestProcessors:
                 'with thoughts_end="</think>", or what the model writes there'
             )
 
-    def _grammar(self, schema: str, *, is_thinking: bool) -> LogitsProcessor:
+    def _grammar(self, schema: str) -> LogitsProcessor:
         try:
             from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
         except ModuleNotFoundError as error:
             raise missing_package(error, "xgrammar", asker="response_schema", install="xgrammar") from error
         self._compiler = self._compiler or _compiler(self._engine)
-        made = GrammarProcessor(self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE))
-        return AfterThoughts(made, self._end) if is_thinking and self._end is not None else made
+        return GrammarProcessor(self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE))
 
-    def _mark(self, text: str, name: str, example: str) -> list[int]:
-        tokenizer = self._engine.tokenizer
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if not tokens or tokenizer.decode(tokens) != text:
+    def _mark(self, text: str, name: str, example: str) -> tuple[int, ...]:
+        """Its tokens."""
+        encode = partial(self._engine.tokenizer.encode, add_special_tokens=False)
+        tokens = tuple(encode(text))
+        beside = [encode(around.format(text)) for around in AROUND]
+        is_text = bool(tokens) and self._engine.tokenizer.decode(tokens) == text
+        if not is_text or not all(last_place(tokens, np.array(found)) for found in beside):
             raise ValueError(
-                f"{name} must be text of the tokenizer, got {text!r}, which it reads as {tokens}; {example!r} is usual"
+                f"{name} must be text that always has the same tokens, got {text!r}, which the tokenizer reads as "
+                f"{list(tokens)} by itself; {example!r} is usual"
             )
         return tokens
 

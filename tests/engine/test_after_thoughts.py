@@ -80,6 +80,51 @@ def test_scores_at_every_node_are_the_models_and_then_the_grammars(make, end):
     assert min(found[True], found[False]) > 30
 
 
+def scores_of_some_who_think(make, prompt, path, logits, begin):
+    """A row's first new tokens are those of `begin`, or of the grammar."""
+    if tuple(path[: len(begin)]) == begin:
+        return plain_scores(make, [*prompt, *begin], path[len(begin) :], logits)
+    is_opening = path[:1] == [begin[0]]
+    scores = torch.full_like(logits, -torch.inf) if is_opening else scores_along(make(), prompt, path, logits).clone()
+    if is_opening or not path:
+        scores[begin[len(path)]] = logits[begin[len(path)]]
+    return scores
+
+
+@pytest.mark.parametrize("begin", [(31,), (31, 32), (31, 31, 32)])
+def test_rows_may_leave_thoughts_out(make, begin):
+    generator, found = np.random.default_rng(len(begin)), Counter()
+    chain = ProcessorChain([stand.AfterThoughts(make(), STOP, begin=begin)], end_ids=[END])
+    chain.grammar.expect(VOCABULARY_SIZE)
+    parents = [-1, 0, 1, 2, 3, 1, 5, 0, 7, 8]
+    for trial in range(30):
+        row = Row(0, np.array(PROMPTS[0], dtype=np.int32), 60)
+        for step in range(3):
+            tokens, paths = [int(row.history[-1])], [row.new_token_ids.tolist()]
+            for parent in parents[1:]:
+                logits = torch.zeros(VOCABULARY_SIZE)
+                allowed = scores_of_some_who_think(make, PROMPTS[0], paths[parent], logits, begin).isfinite()
+                choices = [token for token in torch.nonzero(allowed).flatten().tolist() if token != END]
+                if generator.random() < 0.6:
+                    choices = [token for token in choices if token in (30, 31, 32)] or choices
+                tokens.append(int(generator.choice(choices or [END])))
+                paths.append([*paths[parent], tokens[-1]])
+            logits = torch.from_numpy(generator.normal(0, 1, (len(tokens), VOCABULARY_SIZE))).float()
+            batch = DraftBatch.concatenate([draft_of(tokens, parents)])
+            if (step + trial) % 2 and chain.grammar.is_plannable([row]):
+                chain.grammar.planned(batch, [row])
+            scores = chain(logits, batch, [row])
+            for node, path in enumerate(paths):
+                if END not in path:
+                    expected = scores_of_some_who_think(make, PROMPTS[0], path, logits[node], begin)
+                    assert torch.equal(scores[node], expected)
+                    found[path[:1] == [31]] += 1
+            kept = [token for token in tokens[1:4] if token != END]
+            row.extend(kept or [int(generator.choice([9]))]) if kept else None
+        chain.forget(row, is_last=False)
+    assert min(found[True], found[False]) > 50
+
+
 @pytest.mark.parametrize("verifier", ["match", "traversal"])
 def test_answers_have_the_form(make, verifier):
     engine = stand.wrap(tiny_model("qwen2"), verifier=verifier, drafter=stand.BlendedDrafter(budget=48))
@@ -192,11 +237,12 @@ def test_several_grammars_are_one_for_each_row():
 
 def test_what_does_not_fit_is_refused(make):
     processor = make()
-    for wrong in (LogitsProcessor(), stand.AfterThoughts(processor, STOP), None):
+    others = (stand.AfterThoughts(processor, STOP), stand.ThinkingBudget(3, begin=None, end=STOP))
+    for wrong in (LogitsProcessor(), *others, None):
         with pytest.raises(ValueError, match="AfterThoughts needs a grammar library's processor, got "):
             stand.AfterThoughts(wrong, STOP)
     for end in ([], [-1]):
-        with pytest.raises(ValueError, match="end must be one token or several, got "):
+        with pytest.raises(ValueError, match="end must be one token id or several, got "):
             stand.AfterThoughts(processor, end)
     for end in ("</think>", [1.5], True, None, 5.0, {5, 6}, b"ab"):
         with pytest.raises(ValueError, match="end must"):
@@ -205,7 +251,7 @@ def test_what_does_not_fit_is_refused(make):
         assert stand.AfterThoughts(processor, end).end == (5,)
     assert stand.AfterThoughts(processor, 0).end == (0,)
     beyond = stand.AfterThoughts(processor, VOCABULARY_SIZE)
-    with pytest.raises(ValueError, match=r"end must be tokens of the model, in \[0, 61\), got \[61\]"):
+    with pytest.raises(ValueError, match=r"end and begin must be tokens of the model, in \[0, 61\), got \[61\]"):
         stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPTS, max_new_tokens=9, logits_processors=beyond)
     later = stand.AfterThoughts(processor, STOP)
     processor(torch.tensor([PROMPTS[0]]), torch.zeros(1, VOCABULARY_SIZE))

@@ -232,7 +232,7 @@ def test_masks_are_applied_bit_by_bit(width, allows_beyond):
     for line in range(2):
         for token in range(61):
             is_told = token < 32 * width
-            is_allowed = grammar_masks.allows(words[line], token) if is_told else allows_beyond
+            is_allowed = matchers.allows(words[line], token) if is_told else allows_beyond
             assert masked[line, token] == (scores[line, token] if is_allowed else -torch.inf)
 
 

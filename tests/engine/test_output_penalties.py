@@ -142,7 +142,7 @@ def test_by_custom_generate():
         model.generate(prompt, **asked)
 
 
-@pytest.mark.parametrize("wrong", ["0.5", None, float("nan"), float("inf"), 1e5, -1e5])
+@pytest.mark.parametrize("wrong", ["0.5", None, float("nan"), float("inf"), 1e5, -1e5, True])
 @pytest.mark.parametrize("name", ["presence", "frequency"])
 def test_what_is_no_penalty_is_refused(name, wrong):
     with pytest.raises(ValueError, match=f"{name} must be "):

@@ -41,21 +41,19 @@ def ends_with(tokens, mark) -> bool:
 def forced_next(prompt, new_tokens, asked) -> int | None:
     """The only token that may follow, found by reading the whole text from its beginning."""
     budget = stand.ThinkingBudget(**asked)
-    thinks, thought, at = budget.begin is None, 0, 0
+    thinks, is_over, thought = budget.begin is None, False, 0
     for place in range(1, len(prompt) + len(new_tokens) + 1):
         text, is_new = [*prompt, *new_tokens][:place], place > len(prompt)
-        was_thinking = thinks
-        if is_new and was_thinking:
-            at = at + 1 if thought >= budget.max_tokens else 0
+        if is_new and thinks:
             thought += 1
-        if was_thinking and ends_with(text, budget.end):
-            thinks, at = False, 0
-        # The prompt may end thoughts that it has not begun, and begin some again and again.
-        if budget.begin is not None and ends_with(text, budget.begin) and not (is_new and was_thinking):
-            thinks, at = True, 0
-        if budget.begin is None and not is_new:
-            thinks = True
-    return budget.forced[at] if thinks and thought >= budget.max_tokens else None
+            if ends_with(text, budget.end):
+                thinks, is_over = False, True
+        elif budget.begin is not None and not is_over:
+            if ends_with(text, budget.begin):
+                thinks = True
+            elif ends_with(text, budget.end):  # of a prompt: it may end thoughts, and begin some again
+                thinks = False
+    return budget.forced[thought - budget.max_tokens] if thinks and thought >= budget.max_tokens else None
 
 
 def plain_scores(logits, prompt, new_tokens, asked):
@@ -108,11 +106,12 @@ def test_the_slow_reader_of_texts():
         (30, 31): None,
         (30, 31, 9, 9, 9): None,
         (30, 31, 30): None,
-        (30, 31, 30, 9): 40,
-        (30, 9, 31, 30): 40,
+        (30, 31, 30, 9): None,
+        (9, 30, 9, 9): 40,
     }
     assert {text: forced_next([7], list(text), asked) for text in texts} == texts
     assert forced_next([30], [9, 9], asked) == 40 and forced_next([30, 31], [9, 9], asked) is None
+    assert forced_next([31, 30], [9, 9], asked) == 40 and forced_next([30, 31], [30, 9, 9], asked) == 40
 
 
 @pytest.mark.parametrize("verifier", ["match", "traversal"])
@@ -184,6 +183,14 @@ def test_an_answer_of_a_grammar_behind_it(order):
         assert thoughts <= 7 and re.fullmatch(REGEX, text_of(text[thoughts + 1 :]))
 
 
+def test_rows_may_be_said_to_think_or_not():
+    row = Row(0, np.array([30, 9, 30], dtype=np.int32), 20)
+    for is_thinking in (True, False):
+        chain = ProcessorChain([stand.ThinkingBudget(0, begin=30, end=END, is_thinking=is_thinking)])
+        chain.grammar.expect(VOCABULARY_SIZE)
+        assert chain.grammar.is_plannable([row]) == is_thinking
+
+
 def test_nothing_is_made_while_no_draft_comes_near_the_end(monkeypatch):
     chain, logits = ProcessorChain([stand.ThinkingBudget(9, begin=None, end=END)]), torch.zeros(3, VOCABULARY_SIZE)
     row, batch = Row(0, np.array([3], dtype=np.int32), 20), DraftBatch.concatenate([draft_of([3, 4, 5], [-1, 0, 1])])
@@ -228,12 +235,18 @@ def test_what_does_not_fit_is_refused():
     for wrong in (-1, 1.5, None, "9", True):
         with pytest.raises(ValueError, match="max_tokens must be an integer >= 0, got "):
             stand.ThinkingBudget(wrong, begin=None, end=END)
-    for wrong in ([], [-1], "<think>", 1.5):
+    for wrong in ([], [-1], "<think>", 1.5, True):
         for name in ("begin", "end", "forced"):
-            with pytest.raises(ValueError, match=f"{name} must"):
+            with pytest.raises(ValueError, match=f"{name} must be one token id or several, got .*; write tokenizer"):
                 stand.ThinkingBudget(5, **{"begin": None, "end": END, name: wrong})
-    with pytest.raises(ValueError, match=r"forced must end with the tokens of end, \[31\], got \[31, 9\]"):
-        stand.ThinkingBudget(5, begin=None, end=END, forced=[31, 9])
+    for wrong in ([31, 9], [31, 9, 31]):
+        with pytest.raises(ValueError, match=r"forced must end with the tokens of end, \[31\], and .* got \[31, 9"):
+            stand.ThinkingBudget(5, begin=None, end=END, forced=wrong)
+    for begin, end in ((9, 9), ([8, 9], 9), (9, [8, 9])):
+        with pytest.raises(ValueError, match="begin and end must tell thoughts from answers, got "):
+            stand.ThinkingBudget(5, begin=begin, end=end)
+    with pytest.raises(ValueError, match="is_thinking must be True or False, got 1"):
+        stand.ThinkingBudget(5, begin=9, end=END, is_thinking=1)
     with pytest.raises(ValueError, match=r"begin, end and forced must be tokens of the model, in \[0, 61\), got "):
         stand.wrap(tiny_model("qwen2")).generate(
             input_ids=PROMPTS, max_new_tokens=9, logits_processors=stand.ThinkingBudget(5, begin=None, end=61)

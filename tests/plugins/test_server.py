@@ -165,7 +165,8 @@ def test_clients_are_decoded_together(letters):
 REFUSED = [
     ({"presence_penalty": 2.5}, r"presence_penalty must be a number in \[-2, 2\], got 2.5"),
     ({"extra_body": {"frequency_penalty": "1"}}, r"frequency_penalty must be a number in \[-2, 2\], got '1'"),
-    ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget must be an integer in"),
+    ({"extra_body": {"presence_penalty": False}}, r"presence_penalty must be a number in \[-2, 2\], got False"),
+    ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget must be an integer >= 0, got -1"),
     ({"extra_body": {"thinking_token_budget": 9}}, "a thinking budget needs to know how thoughts end, got 9 tokens"),
     ({"tool_choice": "required"}, "tool_choice must be left out"),
     ({"reasoning_effort": "low"}, "reasoning_effort must be left out"),
@@ -346,6 +347,51 @@ def test_an_answer_by_a_schema_begins_at_once_where_the_prompt_ends_thoughts(tmp
         form = {"type": "json_schema", "json_schema": {"name": "letters", "schema": {"pattern": "(ab|c){3}"}}}
         answer = served.chat("abcz", temperature=1.0, max_tokens=200, n=4, response_format=form)
         assert all(re.fullmatch("(ab|c){3}", choice.message.content) for choice in answer.choices)
+    finally:
+        served.end()
+
+
+def test_a_model_that_may_think_or_not(tmp_path, monkeypatch):
+    """y begins thoughts, z ends them; a prompt may end with either, or name one in the middle."""
+
+    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
+        return compiler.compile_regex(json.loads(schema)["pattern"])
+
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    marks = {"thoughts_begin": "y", "thoughts_end": "z"}
+    served = Served(tmp_path, grammar_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=4, seed=3, **marks)
+    begin, end = (served.tokenizer.encode(mark, add_special_tokens=False) for mark in "yz")
+    form = {"type": "json_schema", "json_schema": {"name": "letters", "schema": {"pattern": "(ab|c){3}"}}}
+    try:
+        asked = {"temperature": 1.0, "max_tokens": 200, "n": 16, "response_format": form}
+        asked["logit_bias"] = {str(begin[0]): 3, str(end[0]): 3}
+        answers = [choice.message.content for choice in served.chat("abc", **asked).choices]
+        thought = [text for text in answers if text.startswith("y")]
+        assert all(re.fullmatch("(ab|c){3}", text) for text in answers if text not in thought)
+        assert 0 < len(thought) < len(answers)
+        assert all(re.fullmatch("(ab|c){3}", text.partition("z")[2]) for text in thought if "z" in text)
+
+        def tokens_of(prompt):
+            settings = {"temperature": 0, "max_tokens": 24, "logprobs": True, "logit_bias": {str(begin[0]): -100}}
+            (choice,) = served.chat(prompt, **settings, extra_body={"thinking_token_budget": 2}).choices
+            return [place.token for place in choice.logprobs.content]
+
+        assert tokens_of("aby")[2] == "z" and "z" not in tokens_of("ayb")[2:3] and "z" not in tokens_of("abyz")[2:3]
+    finally:
+        served.end()
+
+
+def test_a_beginning_of_thoughts_needs_their_end(letters):
+    with pytest.raises(ValueError, match="thoughts_begin needs thoughts_end, got 'A' alone"):
+        Answers(letters.answers.engine, num_rows=2, thoughts_begin="A")
+
+
+def test_token_ids_that_are_none_are_refused_beside_laws_too(tmp_path):
+    served = Served(tmp_path, grammar_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=4, thoughts_end="z")
+    try:
+        for prompt in ([-1, 5], [2**40]):
+            with pytest.raises(openai.BadRequestError, match="prompt"):
+                served.text(prompt, max_tokens=3, extra_body={"thinking_token_budget": 3})
     finally:
         served.end()
 

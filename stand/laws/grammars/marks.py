@@ -14,10 +14,13 @@ def as_mark(given: int | Sequence[int], name: str, example: str) -> tuple[int, .
 
     Raises ValueError for none, and for what is no token id.
     """
-    tokens = vector([given] if isinstance(given, (int, np.integer)) else given, name).tolist()
+    try:
+        tokens = vector([given] if isinstance(given, (int, np.integer)) else given, name).tolist()
+    except ValueError:
+        tokens = []
     if not tokens or min(tokens) < 0:
         raise ValueError(
-            f"{name} must be one token or several, got {tokens}; write tokenizer.encode({example!r}, "
+            f"{name} must be one token id or several, got {given!r:.80}; write tokenizer.encode({example!r}, "
             "add_special_tokens=False)"
         )
     return tuple(tokens)

@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor
 
 from stand.forward.devices import uploaded
-from stand.laws.grammars.matchers import Matcher, forbidden, matcher_for
+from stand.laws.grammars.matchers import Matcher, allows, forbidden, matcher_for
 from stand.laws.node import Node, nodes_of
 from stand.row import Row
 from stand.trees import DraftBatch, TokenMasks
@@ -141,11 +141,6 @@ class GrammarMasks:
             self._of_row[row.index] = walk
         walk.follow(row)
         return walk
-
-
-def allows(words: np.ndarray, token: int) -> bool:
-    """Whether a mask has the token's bit."""
-    return token < 32 * len(words) and bool(int(words[token // 32]) >> token % 32 & 1)
 
 
 def _masked(scores: torch.Tensor, words: np.ndarray, *, allows_beyond: bool) -> torch.Tensor:

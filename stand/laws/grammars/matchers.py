@@ -32,6 +32,11 @@ def forbidden(token: int, count: int) -> str:
     )
 
 
+def allows(words: np.ndarray, token: int) -> bool:
+    """Whether a mask has the token's bit."""
+    return token < 32 * len(words) and bool(int(words[token // 32]) >> token % 32 & 1)
+
+
 class Matcher(ABC):
     """Of one row."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stand.argument_checks import whole_number
+from stand.argument_checks import check_flags, whole_number
 from stand.laws.engine_processor import EngineProcessor
 from stand.laws.grammars.marks import as_mark, check_known, last_place
 from stand.laws.grammars.matchers import Matcher, forbidden
@@ -19,8 +19,7 @@ class ThinkingBudget(EngineProcessor):
     """Once a row has thought for `max_tokens` new tokens, the tokens `forced` are the only ones that may come, one
     after the other; before and behind them the model's own law holds.
 
-    Whether a row thinks, its whole text tells: behind `begin` it does, behind `end` it does not. The budget is one for
-    all thoughts of a row; if it begins to think once more when nothing is left, `forced` comes at once.
+    The budget is that of a row's first thoughts: behind their end nothing is forced any more.
 
     For `logits_processors=` of this engine, `custom_generate` included; transformers by itself cannot call it.
     """
@@ -32,10 +31,12 @@ class ThinkingBudget(EngineProcessor):
         begin: int | Sequence[int] | None,
         end: int | Sequence[int],
         forced: Sequence[int] | None = None,
+        is_thinking: bool | None = None,
     ):
         """begin, end: a token id each, or several one after the other, as `tokenizer.encode("</think>",
-        add_special_tokens=False)` gives them; begin None: a row thinks from its first new token on, and never again.
+        add_special_tokens=False)` gives them; begin None: a row thinks from its first new token on.
         forced: what ends thoughts whose budget is used up, `end` at its own end; None: `end` alone.
+        is_thinking: whether rows think behind their prompts; None: the last `begin` or `end` in a prompt tells.
 
         Raises ValueError for what does not fit.
         """
@@ -43,16 +44,36 @@ class ThinkingBudget(EngineProcessor):
         self.begin = None if begin is None else as_mark(begin, "begin", "<think>")
         self.end = as_mark(end, "end", "</think>")
         self.forced = self.end if forced is None else as_mark(forced, "forced", "\n</think>\n\n")
-        if self.forced[-len(self.end) :] != self.end:
-            raise ValueError(
-                f"forced must end with the tokens of end, {list(self.end)}, got {list(self.forced)}; encode both texts "
-                "apart and join them"
-            )
+        if is_thinking is not None:
+            check_flags(is_thinking=is_thinking)
+        self.is_thinking = is_thinking
+        self._check_marks()
 
     def new_matcher(self, row: Row, num_tokens: int) -> Matcher:
         """As `matcher_for`. Raises ValueError for tokens that the model does not have."""
         check_known((self.begin or ()) + self.end + self.forced, "begin, end and forced", num_tokens)
         return BudgetMatcher(self, row.prompt, num_tokens)
+
+    def thinks_behind(self, prompt: np.ndarray) -> bool:
+        """prompt: [L] int32."""
+        if self.is_thinking is not None:
+            return self.is_thinking
+        return self.begin is None or last_place(self.begin, prompt) > last_place(self.end, prompt)
+
+    def _check_marks(self) -> None:
+        *before, _ = forced = np.array(self.forced)
+        if last_place(self.end, forced) != len(forced) or last_place(self.end, np.array(before)) > 0:
+            raise ValueError(
+                f"forced must end with the tokens of end, {list(self.end)}, and have them nowhere else, got "
+                f"{list(self.forced)}; encode both texts apart and join them"
+            )
+        if self.begin is not None:
+            size = min(len(self.begin), len(self.end))
+            if self.begin[-size:] == self.end[-size:]:
+                raise ValueError(
+                    f"begin and end must tell thoughts from answers, got {list(self.begin)} and {list(self.end)}, of "
+                    "which one ends with the other; look at what the model writes"
+                )
 
 
 class _State(NamedTuple):
@@ -60,7 +81,7 @@ class _State(NamedTuple):
 
     is_thinking: bool
     num_thought: int  # new tokens, those of `end` among them
-    num_forced: int  # of these thoughts
+    is_over: bool  # the first thoughts have ended
 
 
 class BudgetMatcher(Matcher):
@@ -72,8 +93,7 @@ class BudgetMatcher(Matcher):
         self._budget = budget
         self._longest = max(map(len, (budget.end, budget.begin or ())))
         self._tail = prompt[max(0, len(prompt) - self._longest) :].tolist()  # of the text
-        is_thinking = budget.begin is None or last_place(budget.begin, prompt) > last_place(budget.end, prompt)
-        self._states = [_State(is_thinking, 0, 0)]  # behind what it followed, and behind each token taken since
+        self._states = [_State(budget.thinks_behind(prompt), 0, False)]  # settled, and behind each token taken since
         self._num_settled = 0
 
     @property
@@ -87,9 +107,7 @@ class BudgetMatcher(Matcher):
     @property
     def num_free(self) -> int:
         state = self._states[-1]
-        if self._budget.begin is None and not state.is_thinking:
-            return sys.maxsize  # it never thinks again
-        return max(self._budget.max_tokens - state.num_thought, 0)
+        return sys.maxsize if state.is_over else max(self._budget.max_tokens - state.num_thought, 0)
 
     def take(self, token: int) -> None:
         only = self._only()
@@ -119,19 +137,18 @@ class BudgetMatcher(Matcher):
 
     def _only(self) -> int | None:
         """The token that must come now."""
-        state = self._states[-1]
-        is_used_up = state.is_thinking and state.num_thought >= self._budget.max_tokens
-        return self._budget.forced[state.num_forced] if is_used_up else None
+        state, budget = self._states[-1], self._budget
+        num_forced = state.num_thought - budget.max_tokens
+        return budget.forced[num_forced] if state.is_thinking and num_forced >= 0 else None
 
     def _behind(self, state: _State) -> _State:
         """Of the text as it is now; state: before its last token."""
-        budget, is_thinking = self._budget, state.is_thinking
-        if not is_thinking:
-            return state._replace(is_thinking=budget.begin is not None and self._ends_with(budget.begin))
-        num_forced = state.num_forced + 1 if state.num_thought >= budget.max_tokens else 0
-        if self._ends_with(budget.end):
-            return _State(False, state.num_thought + 1, 0)
-        return _State(True, state.num_thought + 1, num_forced)
+        budget = self._budget
+        if state.is_thinking:
+            has_ended = self._ends_with(budget.end)
+            return _State(not has_ended, state.num_thought + 1, has_ended)
+        begins = not state.is_over and budget.begin is not None and self._ends_with(budget.begin)
+        return state._replace(is_thinking=begins)
 
     def _ends_with(self, mark: tuple[int, ...]) -> bool:
         return tuple(self._tail[-len(mark) :]) == mark

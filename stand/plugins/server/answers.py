@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Mapping
-from concurrent.futures import Future
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -23,6 +22,7 @@ from stand.scheduling.arrivals import OnTokens
 from stand.scheduling.request import Trajectory
 
 Awaited = TypeVar("Awaited")
+MOST_SUBMITTING = 256  # requests: each waits in a thread until a run of its settings is open
 ASKED = "_asked_of_stand"  # a request's `Asked`, beside its settings
 
 
@@ -42,6 +42,7 @@ class Answers:
         """num_rows: that are decoded together at most. draft: False for ordinary decoding. thoughts_begin,
         thoughts_end: as `RequestProcessors`. Raises ValueError where they are no texts of the tokenizer."""
         self.engine, self._draft, self._is_stopped = engine, draft, False
+        self._threads = ThreadPoolExecutor(MOST_SUBMITTING)
         self._runs = OpenRuns(engine, num_rows=num_rows, seed=seed)
         self._processors = RequestProcessors(engine, thoughts_begin=thoughts_begin, thoughts_end=thoughts_end)
 
@@ -63,7 +64,7 @@ class Answers:
         if not asked.of_laws.is_anything:
             return self._runs.submit(inputs, settings, on_tokens=on_tokens)
         (prompt,) = inputs["input_ids"]
-        of_laws = replace(asked.of_laws, is_thinking=self._processors.is_thinking(prompt))
+        of_laws = self._processors.behind(prompt, asked.of_laws)
         processors = partial(self._made, of_laws)
         return self._runs.submit(inputs, settings, processors=processors, of_processors=of_laws, on_tokens=on_tokens)
 
@@ -85,8 +86,9 @@ class Answers:
         return stream
 
     async def _submitted(self, *given: object, **named: object) -> Future[list[Trajectory]]:
-        """In a thread, for it may wait."""
-        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, *given, **named))
+        """In a thread of our own, for it may wait: asyncio's are few."""
+        loop = asyncio.get_running_loop()
+        submitting = asyncio.ensure_future(loop.run_in_executor(self._threads, partial(self.submit, *given, **named)))
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:

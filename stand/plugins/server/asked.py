@@ -160,8 +160,8 @@ def _whole(body: Body, name: str, *, least: int | None = 0, most: int | None = N
     value = body[name]
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or least is not None and value < least or most is not None and value > most:
-        lower, upper = ("" if bound is None else bound for bound in (least, most))
-        rule = "an integer" if least is None else f"an integer in [{lower}, {upper}]"
+        bound = "" if least is None else f" >= {least}" if most is None else f" in [{least}, {most}]"
+        rule = f"an integer{bound}"
         raise ValueError(f"{name} must be {rule}, got {value!r:.80}; leave it out for the default")
     return value
 
@@ -177,7 +177,7 @@ def _of_laws(body: Body) -> AskedOfLaws:
 
 
 def _penalty(body: Body, name: str) -> float:
-    value = body.get(name) or 0.0
+    value = 0.0 if body.get(name) is None else body[name]
     is_sound = _is_number(value) and -MOST_PENALTY <= value <= MOST_PENALTY
     _check(is_sound, name, f"a number in [-{MOST_PENALTY}, {MOST_PENALTY}]", value)
     return float(value)

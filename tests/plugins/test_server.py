@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +145,29 @@ def test_a_stream_that_is_refused_does_not_begin(letters):
         letters.chat("ABC", stream=True, max_tokens=4000)
     with pytest.raises(openai.BadRequestError, match="temperature must be >= 0"):
         letters.text("ABC", stream=True, temperature=-1.0)
+
+
+def test_requests_that_wait_for_a_run_hold_up_no_others(letters):
+    """Four runs are in use, and more requests wait for runs of their own than an event loop has threads."""
+    done, begun = [], threading.Semaphore(0)
+
+    def ask(name, limit, penalty, temperature=0.0):
+        endless = {"extra_body": {"generation_config": '{"eos_token_id": []}'}}
+        given = {"temperature": temperature, "max_tokens": limit, "presence_penalty": penalty, **endless}
+        for number, _ in enumerate(letters.chat("ABC", **given, stream=True)):
+            if number == 1:
+                begun.release()
+        done.append(name)
+
+    with ThreadPoolExecutor(32) as pool:
+        for number in range(4):
+            pool.submit(ask, "long", 300, number / 4)
+        for _ in range(4):
+            begun.acquire(timeout=60)
+        waiting = [pool.submit(ask, "waiting", 2, 0.0, 1.0 + number) for number in range(12)]
+        time.sleep(0.3)
+        pool.submit(ask, "short", 2, 0.5).result()
+        assert done == ["short"] and not any(one.done() for one in waiting)
 
 
 def test_clients_are_decoded_together(letters):

@@ -7,6 +7,7 @@ STAND_DEBUG=1 turns on bounds checks and C++ assertions and keeps symbols for a 
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -159,6 +160,17 @@ if os.path.exists(SHARED_SOURCE) and os.path.getmtime(SHARED_SOURCE) < os.path.g
     os.remove(SHARED_SOURCE)  # Cython would keep it, whatever is said here
 
 
+def forget_lines(source):
+    """Of errors in Cython's own code, which lie in no file that anybody has: a twentieth of what it packs to."""
+    with open(source) as file:
+        code = file.read()
+    place = "{ __pyx_filename = __pyx_f[0]; (void) __pyx_lineno; (void) __pyx_clineno; }"
+    shorter = re.sub(r"(#define __PYX_MARK_ERR_POS\(f_index, lineno\)).*", r"\1 " + place, code)
+    if shorter != code:
+        with open(source, "w") as file:
+            file.write(shorter)
+
+
 def module_name(source):
     """trees/blended/lookup.pyx -> stand.trees.blended.lookup; stand/step_compiled.pyx -> stand.step_compiled."""
     name = os.path.splitext(source)[0].replace(os.sep, ".")
@@ -194,15 +206,18 @@ EXTENSIONS = [
     for source in sorted(glob(f"{package}/**/*.pyx", recursive=True))
 ]
 EXTENSIONS.append(extension(SHARED_CODE, SHARED_SOURCE))
+COMPILED = cythonize(
+    EXTENSIONS,
+    compiler_directives=DIRECTIVES,
+    force=DEBUG,
+    shared_utility_qualified_name=SHARED_CODE,
+    shared_utility_features_disabled=UNUSED_CODE,
+)
+if not DEBUG:
+    forget_lines(SHARED_SOURCE)
 
 setup(
-    ext_modules=cythonize(
-        EXTENSIONS,
-        compiler_directives=DIRECTIVES,
-        force=DEBUG,
-        shared_utility_qualified_name=SHARED_CODE,
-        shared_utility_features_disabled=UNUSED_CODE,
-    ),
+    ext_modules=COMPILED,
     options={
         "build_ext": {"parallel": os.cpu_count()},
         "bdist_wheel": {"py_limited_api": "cp311"} if STABLE_ABI else {},

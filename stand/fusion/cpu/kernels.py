@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 
 from stand.forward.few_tokens.product import DTYPE_NAMES, DTYPES, ORDINARY, WIDEST, described
-from stand.fusion.cpu.row_kernels import gate_rows, norm_rows, turn_rows
 from stand.fusion.formulas import ACTIVATIONS, NO_NORM, RULES
 from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.simd.threads import parallel_region
+from stand.step_compiled import gate_rows, norm_rows, turn_rows
 
 LARGEST_HEAD = 1024  # numbers; as in rows/jobs.h
 

@@ -1,4 +1,4 @@
-"""Norms, gates and rotary positions, compiled for CPUs: kernels.py checks the arguments.
+"""Norms, gates and rotary positions, compiled for CPUs: part of stand.step_compiled. kernels.py checks the arguments.
 
 Addresses are of float32, or of bfloat16 if `is_narrow` (slots: int64), strides are in numbers. rule: a place in
 stand.fusion.formulas.RULES. `vectors`: a place in stand.laws.filters.VECTORS.

@@ -126,7 +126,7 @@ LEVELS = {
         *SMALL,
         *REPEATING,
     ],
-    **dict.fromkeys(COMPACT - PLAIN, COMPACT_LEVEL),
+    **dict.fromkeys(COMPACT - PLAIN, [*COMPACT_LEVEL, *taken("-fno-jump-tables")]),
     **dict.fromkeys(PLAIN, [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS, *taken("-fno-ivopts")]),
 }
 CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]

@@ -31,7 +31,6 @@ from stand.forward.rider import Guesses, Rider, path_ends
 from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import GreedyRule, rule_like
-from stand.gpu.packets.packing import kept_paths
 from stand.gpu.packets.page_table import PageTable, PoolSize
 from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize, sizes_for
@@ -45,6 +44,7 @@ from stand.row import LiveRows, Row
 from stand.scheduling.free_memory import lower_limit
 from stand.scheduling.page_allocator import PageAllocator
 from stand.step import StepStart
+from stand.step_compiled import kept_paths
 from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, Verifier, VerifierNoise
 

@@ -19,8 +19,8 @@ from stand.gpu.kernels.verification.follow import follow
 from stand.gpu.kernels.verification.race import race
 from stand.gpu.kernels.verification.traverse import traverse
 from stand.gpu.packets.packet import Field
-from stand.gpu.packets.packing import fill_laws
 from stand.gpu.packets.step_size import SUPPORT_SIZES, StepSize
+from stand.step_compiled import fill_laws
 from stand.trees import DraftBatch
 from stand.verifiers import Verifier, VerifierNoise
 

@@ -9,9 +9,9 @@ from gpu_parts.kernel_bench import heap_parents, turns_of
 
 from stand.forward.packed_plan import StepPlan
 from stand.gpu.packets.packet import Packet
-from stand.gpu.packets.packing import StepArrays, fill_laws, kept_paths, outgrown
 from stand.gpu.packets.step_size import CLOSE_NUM_TOKENS, MAX_ROW_NODES, NUM_TOKENS, StepSize
 from stand.gpu.packets.work_list import Splitting, Tiling, WorkList
+from stand.step_compiled import StepArrays, fill_laws, kept_paths, outgrown
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import Verdicts
 from stand.verifiers.schedule import packed_parents

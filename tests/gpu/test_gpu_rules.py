@@ -13,10 +13,10 @@ from random_drafts import random_drafts
 from verdicts import blank_verdict
 
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule
-from stand.gpu.packets.packing import kept_paths
 from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import StepSize
 from stand.gpu.packets.work_list import Splitting, Tiling
+from stand.step_compiled import kept_paths
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 from stand.verifiers.schedule import packed_parents

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from stand.gpu.packets.packing import ListArrays
 from stand.gpu.packets.work_list import ITEM_FIELDS, Splitting, Tiling, WorkList
+from stand.step_compiled import ListArrays
 
 
 def random_step(seed: int):

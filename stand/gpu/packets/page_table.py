@@ -11,10 +11,10 @@ import numpy as np
 
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.packets.packing import outgrown
 from stand.gpu.tuning.attention_tiles import PAGE_SIZE
 from stand.row import Row
 from stand.scheduling.page_allocator import PageAllocator
+from stand.step_compiled import outgrown
 
 FIRST_ROOM = 65536  # new tokens per row whose pages a table has columns for from the start; it is widened for more
 PROMPTS_AHEAD = 2  # that a pool holds beside the rows: of the request that goes on, and of the next one

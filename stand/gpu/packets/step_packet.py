@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from stand.gpu.packets.packet import Field, Packet
-from stand.gpu.packets.packing import StepArrays
 from stand.gpu.packets.page_table import PageTable
 from stand.gpu.packets.step_size import StepSize
 from stand.gpu.packets.work_list import ITEM_FIELDS
+from stand.step_compiled import StepArrays
 
 
 class Trees(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stand.gpu.packets.packing import ListArrays
+from stand.step_compiled import ListArrays
 
 ITEM_FIELDS = ("row_first", "q_first", "q_count", "cache_row", "length", "k_first", "k_end", "split")
 SPLIT_QUANTUM = 64  # slots; a split is a whole number of the kernel's key blocks

@@ -106,7 +106,7 @@ class BudgetMatcher(Matcher):
 
     @property
     def num_free(self) -> int:
-        state = self._states[-1]
+        (state,) = self._states  # asked where nothing has been taken that it may go back
         return sys.maxsize if state.is_over else max(self._budget.max_tokens - state.num_thought, 0)
 
     def take(self, token: int) -> None:

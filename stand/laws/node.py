@@ -39,6 +39,13 @@ def nodes_of(batch: DraftBatch, rows: Sequence[Row]) -> list[Node]:
     return nodes
 
 
+def rows_of(nodes: Sequence[Node]) -> tuple[list[Row], np.ndarray]:
+    """The rows of nodes, each once, and [n] int64: which of them is each node's."""
+    rows = list({node.row.index: node.row for node in nodes}.values())
+    lines = {row.index: line for line, row in enumerate(rows)}
+    return rows, np.array([lines[node.row.index] for node in nodes], dtype=np.int64)
+
+
 def groups_of(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
     """By request and length of prefix: where its nodes are in `nodes`, and their prefixes [n, length] int64."""
     members: dict[tuple[int, int], list[int]] = {}

@@ -11,7 +11,8 @@ import torch
 
 from stand.forward.devices import uploaded
 from stand.laws.engine_processor import EngineProcessor
-from stand.laws.node import Node
+from stand.laws.node import Node, rows_of
+from stand.laws.seen_tokens import filled_up
 from stand.row import Row
 from stand.trees.arguments import within
 
@@ -73,9 +74,7 @@ class PenalisedNodes:
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[n, V] float32 of `nodes` -> the same shape."""
         penalties = self.by_request[nodes[0].row.request].penalties
-        rows = list({node.row.index: node.row for node in nodes}.values())
-        lines = {row.index: line for line, row in enumerate(rows)}
-        owners = np.array([lines[node.row.index] for node in nodes], dtype=np.int64)
+        rows, owners = rows_of(nodes)
         row_ids, row_counts = self._of_rows(rows)
         path_ids, path_counts = self._of_paths(nodes)
         parts = owners, row_ids, penalties(row_counts), path_ids, penalties(path_counts)
@@ -93,25 +92,21 @@ class PenalisedNodes:
     def _of_rows(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
         """[R, N] int64 each: the distinct new tokens of the rows, and how often each was drawn. Where a row has fewer
         than others, its first one is there again, or token 0 with its own count, 0."""
-        found = [self._of_row.setdefault(row.index, _Counts()) for row in rows]
-        for row, counts in zip(rows, found, strict=True):
+        ids, drawn = [], []
+        for row in rows:
+            counts = self._of_row.setdefault(row.index, _Counts())
             counts.follow(row.new_token_ids)
-        longest = max(1, *(len(counts.places) for counts in found))
-        ids, drawn = np.empty((2, len(rows), longest), dtype=np.int64)
-        for line, counts in enumerate(found):
             count = max(len(counts.places), 1)
-            for filled, array in ((ids[line], counts.ids), (drawn[line], counts.counts)):
-                filled[:count], filled[count:] = array[:count], array[0]
-        return ids, drawn
+            ids.append(counts.ids[:count])
+            drawn.append(counts.counts[:count])
+        return filled_up(ids), filled_up(drawn)
 
     def _of_paths(self, nodes: Sequence[Node]) -> tuple[np.ndarray, np.ndarray]:
         """[n, D] int64 each: the tokens of each node's path, and how often each is drawn there, row and path together.
         Where a path is shorter than others, its first token is there again; behind a root, which adds none, token 0."""
-        longest = max(1, *(len(node.path) for node in nodes))
         ids, drawn = [], []
         for node in nodes:
             of_row, path = self._of_row[node.row.index].of, node.path or (0,)
-            counts = [of_row(token) + node.path.count(token) for token in path]
-            ids.append([*path, *path[:1] * (longest - len(path))])
-            drawn.append([*counts, *counts[:1] * (longest - len(path))])
-        return np.array(ids, dtype=np.int64), np.array(drawn, dtype=np.int64)
+            ids.append(path)
+            drawn.append([of_row(token) + node.path.count(token) for token in path])
+        return filled_up(ids), filled_up(drawn)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stand.forward.devices import uploaded
-from stand.laws.node import Node
+from stand.laws.node import Node, rows_of
 from stand.row import Row
 
 
@@ -40,12 +40,10 @@ class SeenTokens:
 
     def prefixes(self, nodes: Sequence[Node], device: torch.device) -> torch.Tensor:
         """[M, N] int64: every token of each node's prefix once or more often, and no other one."""
-        rows = list({node.row.index: node.row for node in nodes}.values())
-        lines = {row.index: line for line, row in enumerate(rows)}
+        rows, owners = rows_of(nodes)
         of_rows = [self._followed(row) for row in rows]
         of_paths = [node.path or node.row.history[-1:] for node in nodes]
-        owners = np.array([lines[node.row.index] for node in nodes], dtype=np.int64)
-        parts = owners, _filled_up(of_rows), _filled_up(of_paths)
+        parts = owners, filled_up(of_rows), filled_up(of_paths)
         owners, histories, paths = (uploaded(part, device) for part in parts)
         return torch.cat([histories[owners], paths], dim=1)
 
@@ -60,8 +58,8 @@ class SeenTokens:
         return tokens.ids
 
 
-def _filled_up(lines: Sequence[Sequence[int]]) -> np.ndarray:
-    """[n, longest] int64: each line, none of them empty, followed by as many of its first token as are missing."""
+def filled_up(lines: Sequence[Sequence[int]]) -> np.ndarray:
+    """[n, longest] int64: each line, none of them empty, followed by its first number as often as others are longer."""
     filled = np.empty((len(lines), max(map(len, lines))), dtype=np.int64)
     for row, line in zip(filled, lines, strict=True):
         row[: len(line)], row[len(line) :] = line, line[0]

@@ -162,12 +162,7 @@ class StandAPI(ModelAPI):
 
         tokenizer, asked = self.engine.tokenizer, settings.pop("of_laws")
         prompt = tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"]
-        self._processors.check(asked)
-        if not asked.is_anything:
-            return self.runs.submit(prompt, settings)
-        asked = self._processors.behind(prompt, asked)
-        made = partial(self._processors.made, asked)
-        return self.runs.submit(prompt, settings, processors=made, of_processors=asked)
+        return self.runs.submit(prompt, settings, **self._processors.arguments(prompt, asked))
 
     def _output(self, answer: Trajectory) -> ModelOutput:
         message = ChatMessageAssistant(content=answer.text, model=self.model_name, source="generate")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -60,18 +60,19 @@ class RequestProcessors:
         self._begin = None if thoughts_begin is None else self._mark(thoughts_begin, "thoughts_begin", "<think>")
         self._end = None if thoughts_end is None else self._mark(thoughts_end, "thoughts_end", "</think>")
 
-    def behind(self, prompt: Sequence[int], asked: AskedOfLaws) -> AskedOfLaws:
-        """The same, with what the prompt's end says of thoughts, where that matters."""
-        if self._end is None or (asked.schema is None and asked.thinking_tokens is None):
-            return asked
-        try:
-            text = self._engine.tokenizer.decode(prompt[-TAIL:]).rstrip()
-        except (OverflowError, ValueError, TypeError):  # no token ids, which the engine will say
-            text = ""
-        if text.endswith(self._ends):
-            return asked
-        is_told = self._begins is None or text.endswith(self._begins)
-        return replace(asked, is_thinking=True if is_told else None)
+    def arguments(
+        self, prompt: Sequence[int], asked: AskedOfLaws, *, made: Callable[[AskedOfLaws], list] | None = None
+    ) -> dict[str, object]:
+        """Of `OpenRuns.submit`, for a request. made: in the place of `made`.
+
+        Raises ValueError for a budget of thoughts that nobody could tell from answers."""
+        if asked.thinking_tokens is not None and self._end is None:
+            raise ValueError(
+                f"a thinking budget needs to know how thoughts end, got {asked.thinking_tokens} tokens alone; start "
+                'with thoughts_end="</think>", or what the model writes there'
+            )
+        asked = self._behind(prompt, asked)
+        return {"processors": partial(made or self.made, asked), "of_processors": asked} if asked.is_anything else {}
 
     def made(self, asked: AskedOfLaws) -> list[LogitsProcessor]:
         """For `logits_processors=` of one call. Raises ValueError for what does not fit, ImportError where a schema
@@ -83,19 +84,24 @@ class RequestProcessors:
         if asked.schema is not None:
             grammar = self._grammar(asked.schema)
             made.append(grammar if asked.is_thinking is False else AfterThoughts(grammar, self._end, begin=begin))
-        if asked.thinking_tokens is not None and asked.is_thinking is not False:
+        if asked.thinking_tokens is not None:
             is_thinking = bool(asked.is_thinking)
             budget = ThinkingBudget(asked.thinking_tokens, begin=begin, end=self._end, is_thinking=is_thinking)
             made.append(budget)
         return made
 
-    def check(self, asked: AskedOfLaws) -> None:
-        """Raises ValueError for a budget of thoughts that nobody could tell from answers."""
-        if asked.thinking_tokens is not None and self._end is None:
-            raise ValueError(
-                f"a thinking budget needs to know how thoughts end, got {asked.thinking_tokens} tokens alone; start "
-                'with thoughts_end="</think>", or what the model writes there'
-            )
+    def _behind(self, prompt: Sequence[int], asked: AskedOfLaws) -> AskedOfLaws:
+        """The same, with what the prompt's end says of thoughts, where that matters."""
+        if self._end is None or (asked.schema is None and asked.thinking_tokens is None):
+            return asked
+        try:
+            text = self._engine.tokenizer.decode(prompt[-TAIL:]).rstrip()
+        except (OverflowError, ValueError, TypeError):  # no token ids, which the engine will say
+            text = ""
+        if text.endswith(self._ends):
+            return replace(asked, thinking_tokens=None)
+        is_told = self._begins is None or text.endswith(self._begins)
+        return replace(asked, is_thinking=True if is_told else None)
 
     def _grammar(self, schema: str) -> LogitsProcessor:
         try:

@@ -61,6 +61,10 @@ class ThinkingMatcher(Matcher):
         self.goes_back_quickly = answer.goes_back_quickly
         self._answer, self._begin, self._end = answer, begin, end
         self._thoughts: list[int] = []  # with their marks
+        words = np.empty(self.num_words, dtype=np.int32)
+        if begin:
+            answer.write_mask(words)
+        self._is_marked = bool(begin) and not allows(words, begin[0])  # no answer begins like thoughts
 
     @property
     def num_taken(self) -> int:
@@ -112,9 +116,7 @@ class ThinkingMatcher(Matcher):
             raise RuntimeError(forbidden(token, self.num_taken))
         if not self._may_begin():
             return self.is_free or self._is_opening()
-        words = np.empty(self.num_words, dtype=np.int32)
-        self._answer.write_mask(words)
-        return token == self._begin[0] and not allows(words, token)
+        return self._is_marked and token == self._begin[0]
 
     def _may_begin(self) -> bool:
         return bool(self._begin) and self.num_taken == 0

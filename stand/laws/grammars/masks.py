@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 
 from stand.forward.devices import uploaded
 from stand.laws.grammars.matchers import Matcher, allows, forbidden, matcher_for
-from stand.laws.node import Node, nodes_of
+from stand.laws.node import Node, nodes_of, rows_of
 from stand.row import Row
 from stand.trees import DraftBatch, TokenMasks
 
@@ -108,9 +108,9 @@ class GrammarMasks:
 
     def _are_free(self, nodes: Sequence[Node]) -> bool:
         """Whether it is known without masks that any token may come behind each of them."""
-        rows = {node.row.index: node.row for node in nodes}
-        num_free = {index: self._followed(row).matcher.num_free for index, row in rows.items()}
-        return all(len(node.path) < num_free[node.row.index] for node in nodes)
+        rows, owners = rows_of(nodes)
+        num_free = [self._followed(row).matcher.num_free for row in rows]
+        return all(len(node.path) < num_free[owner] for node, owner in zip(nodes, owners.tolist(), strict=True))
 
     def _words(self, nodes: Sequence[Node]) -> tuple[np.ndarray, bool]:
         """The masks of nodes, [n, W] int32, and whether tokens beyond them are allowed."""

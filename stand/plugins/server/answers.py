@@ -52,7 +52,6 @@ class Answers:
         """inputs: one prompt, as a tokenizer or a processor gives it."""
         inputs = inputs.to("cpu") if hasattr(inputs, "to") else inputs  # here, where no step waits for it
         asked: Asked = getattr(config, ASKED)
-        self._processors.check(asked.of_laws)
         law = copy.deepcopy(config)
         delattr(law, ASKED)
         limit, stop = law.max_new_tokens, law.stop_strings
@@ -61,12 +60,9 @@ class Answers:
             "generation_config": law, "num_return_sequences": asked.count, "max_new_tokens": limit, "stop": stop,
             "logprobs": asked.logprobs, "draft": None if self._draft else False,
         }  # fmt: skip
-        if not asked.of_laws.is_anything:
-            return self._runs.submit(inputs, settings, on_tokens=on_tokens)
         (prompt,) = inputs["input_ids"]
-        of_laws = self._processors.behind(prompt, asked.of_laws)
-        processors = partial(self._made, of_laws)
-        return self._runs.submit(inputs, settings, processors=processors, of_processors=of_laws, on_tokens=on_tokens)
+        of_laws = self._processors.arguments(prompt, asked.of_laws, made=self._made)
+        return self._runs.submit(inputs, settings, **of_laws, on_tokens=on_tokens)
 
     async def answers(self, inputs: Mapping[str, object], config: GenerationConfig) -> list[Trajectory]:
         """All of a request. Whoever is cancelled meanwhile ends them. Raises ClosedError where the server ends."""

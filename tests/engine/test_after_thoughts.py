@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from grammar_cases import END, PROCESSORS, REGEX, XGrammarProcessor, compiled, scores_along, text_of
-from node_cases import draft_of
+from node_cases import grown, scored
 from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
@@ -52,23 +52,19 @@ def test_scores_at_every_node_are_the_models_and_then_the_grammars(make, end):
     chain, found = ProcessorChain([stand.AfterThoughts(make(), end)], end_ids=[END]), Counter()
     row = Row(0, np.array(PROMPTS[0], dtype=np.int32), 60)
     chain.grammar.expect(VOCABULARY_SIZE)
+    parents = [-1, 0, 1, 2, 3, 1, 5, 0, 7]
+
+    def choose(path):
+        allowed = plain_scores(make, PROMPTS[0], path, torch.zeros(VOCABULARY_SIZE), end).isfinite()
+        choices = [token for token in torch.nonzero(allowed).flatten().tolist() if token != END]
+        if thoughts_and_answer(path, end)[1] is None and generator.random() < 0.7:
+            choices = [30, 31]
+        return int(generator.choice(choices or [END]))
+
     for step in range(40):
-        parents, text = [-1, 0, 1, 2, 3, 1, 5, 0, 7], row.new_token_ids.tolist()
-        tokens, paths = [int(row.history[-1])], [text]
-        for parent in parents[1:]:
-            answer = thoughts_and_answer(paths[parent], end)[1]
-            logits = torch.zeros(VOCABULARY_SIZE)
-            allowed = torch.nonzero(plain_scores(make, PROMPTS[0], paths[parent], logits, end).isfinite()).flatten()
-            choices = [token for token in allowed.tolist() if token != END]
-            if answer is None and generator.random() < 0.7:
-                choices = [30, 31]
-            tokens.append(int(generator.choice(choices or [END])))
-            paths.append([*paths[parent], tokens[-1]])
-        logits = torch.from_numpy(generator.normal(0, 1, (len(tokens), VOCABULARY_SIZE))).float()
-        batch = DraftBatch.concatenate([draft_of(tokens, parents)])
-        if step % 2 and chain.grammar.is_plannable([row]):
-            chain.grammar.planned(batch, [row])
-        scores = chain(logits, batch, [row])
+        tokens, paths = grown(row, parents, choose)
+        how = {"size": VOCABULARY_SIZE, "generator": generator, "plans": step % 2 == 1}
+        logits, scores = scored(chain, row, tokens, parents, **how)
         for node, path in enumerate(paths):
             if END not in path:
                 assert torch.equal(scores[node], plain_scores(make, PROMPTS[0], path, logits[node], end))
@@ -97,23 +93,20 @@ def test_rows_may_leave_thoughts_out(make, begin):
     chain = ProcessorChain([stand.AfterThoughts(make(), STOP, begin=begin)], end_ids=[END])
     chain.grammar.expect(VOCABULARY_SIZE)
     parents = [-1, 0, 1, 2, 3, 1, 5, 0, 7, 8]
+
+    def choose(path):
+        allowed = scores_of_some_who_think(make, PROMPTS[0], path, torch.zeros(VOCABULARY_SIZE), begin).isfinite()
+        choices = [token for token in torch.nonzero(allowed).flatten().tolist() if token != END]
+        if generator.random() < 0.6:
+            choices = [token for token in choices if token in (30, 31, 32)] or choices
+        return int(generator.choice(choices or [END]))
+
     for trial in range(30):
         row = Row(0, np.array(PROMPTS[0], dtype=np.int32), 60)
         for step in range(3):
-            tokens, paths = [int(row.history[-1])], [row.new_token_ids.tolist()]
-            for parent in parents[1:]:
-                logits = torch.zeros(VOCABULARY_SIZE)
-                allowed = scores_of_some_who_think(make, PROMPTS[0], paths[parent], logits, begin).isfinite()
-                choices = [token for token in torch.nonzero(allowed).flatten().tolist() if token != END]
-                if generator.random() < 0.6:
-                    choices = [token for token in choices if token in (30, 31, 32)] or choices
-                tokens.append(int(generator.choice(choices or [END])))
-                paths.append([*paths[parent], tokens[-1]])
-            logits = torch.from_numpy(generator.normal(0, 1, (len(tokens), VOCABULARY_SIZE))).float()
-            batch = DraftBatch.concatenate([draft_of(tokens, parents)])
-            if (step + trial) % 2 and chain.grammar.is_plannable([row]):
-                chain.grammar.planned(batch, [row])
-            scores = chain(logits, batch, [row])
+            tokens, paths = grown(row, parents, choose)
+            how = {"size": VOCABULARY_SIZE, "generator": generator, "plans": (step + trial) % 2 == 1}
+            logits, scores = scored(chain, row, tokens, parents, **how)
             for node, path in enumerate(paths):
                 if END not in path:
                     expected = scores_of_some_who_think(make, PROMPTS[0], path, logits[node], begin)

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from node_cases import draft_of
+from node_cases import draft_of, grown
 from small_law import continuation_law, p_of_continuations
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessorList
@@ -45,10 +45,7 @@ def test_scores_at_every_node(asked):
     for _ in range(30):
         drafts, paths = [], []
         for row in rows:
-            tokens, of_row = [int(row.history[-1])], [row.new_token_ids.tolist()]
-            for parent in parents[1:]:
-                tokens.append(int(generator.integers(3, 8)))
-                of_row.append([*of_row[parent], tokens[-1]])
+            tokens, of_row = grown(row, parents, lambda path: int(generator.integers(3, 8)))
             drafts.append(draft_of(tokens, parents))
             paths += of_row
         logits = torch.from_numpy(generator.normal(0, 1, (len(paths), VOCABULARY_SIZE))).float()

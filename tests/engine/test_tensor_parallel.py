@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import ranks_at_work
 import torch
+from free_port import free_port
 from ranks_at_work import BUDGETS, GREEDY, PROMPTS, SAMPLED, engine_of, loaded
 from recurrent_models import RECURRENT, recurrent_model
 from shared_results import found_once
@@ -36,12 +36,6 @@ def saved_model(family: str, folder: Path) -> None:
     config.vocab_size, config.max_position_embeddings = EVEN_VOCABULARY, 1024
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

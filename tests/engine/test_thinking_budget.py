@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from grammar_cases import PROCESSORS, REGEX, text_of
-from node_cases import draft_of
+from node_cases import draft_of, grown, scored
 from small_law import continuation_law, p_of_continuations
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
@@ -73,19 +73,17 @@ def test_scores_at_every_node(prompt, asked):
     chain, found = ProcessorChain([stand.ThinkingBudget(**asked)]), Counter()
     chain.grammar.expect(VOCABULARY_SIZE)
     parents = [-1, 0, 1, 2, 3, 1, 5, 0, 7]
+
+    def choose(path):
+        only = forced_next(prompt, path, asked)
+        return int(generator.choice([30, 31, 32, 9])) if only is None else only
+
     for _ in range(12):
         row = Row(0, np.array(prompt, dtype=np.int32), 60)
         for step in range(8):
-            tokens, paths = [int(row.history[-1])], [row.new_token_ids.tolist()]
-            for parent in parents[1:]:
-                only = forced_next(prompt, paths[parent], asked)
-                tokens.append(int(generator.choice([30, 31, 32, 9])) if only is None else only)
-                paths.append([*paths[parent], tokens[-1]])
-            logits = torch.from_numpy(generator.normal(0, 1, (len(tokens), VOCABULARY_SIZE))).float()
-            batch = DraftBatch.concatenate([draft_of(tokens, parents)])
-            if step % 2 and chain.grammar.is_plannable([row]):
-                chain.grammar.planned(batch, [row])
-            scores = chain(logits, batch, [row])
+            tokens, paths = grown(row, parents, choose)
+            how = {"size": VOCABULARY_SIZE, "generator": generator, "plans": step % 2 == 1}
+            logits, scores = scored(chain, row, tokens, parents, **how)
             for node, path in enumerate(paths):
                 assert torch.equal(scores[node], plain_scores(logits[node], prompt, path, asked))
                 found[forced_next(prompt, path, asked) is None] += 1

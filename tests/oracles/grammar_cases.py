@@ -1,9 +1,11 @@
 """Processors of grammar libraries for a tokenizer of the tiny models' size, in which texts have many spellings."""
 
+import json
 from collections.abc import Callable
 from functools import lru_cache, partial
 
 import outlines
+import pytest
 import torch
 import xgrammar
 from outlines.backends.llguidance import LLGuidanceBackend
@@ -97,3 +99,13 @@ def scores_along(processor, prompt: list[int], path: list[int], logits: torch.Te
     for length in range(len(path)):
         processor(torch.tensor([[*prompt, *path[:length]]]), torch.zeros(1, len(logits)))
     return processor(torch.tensor([[*prompt, *path]]), logits[None].clone())[0]
+
+
+def take_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON needs quotes, which the tiny tokenizer lacks: the pattern in a schema is what xgrammar compiles."""
+
+    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
+        assert 0 < max_whitespace_cnt < 100
+        return compiler.compile_regex(json.loads(schema)["pattern"])
+
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)

@@ -16,6 +16,26 @@ def draft_of(tokens, parents) -> DraftTree:
     return DraftTree(tokens, parents, empty, empty.astype(np.float32))
 
 
+def grown(row: Row, parents, choose) -> tuple[list[int], list[list[int]]]:
+    """Tokens of a draft of the row, its pending one first, and the row's new tokens at every node. choose: a node's
+    token by the new tokens before it."""
+    tokens, paths = [int(row.history[-1])], [row.new_token_ids.tolist()]
+    for parent in parents[1:]:
+        tokens.append(choose(paths[parent]))
+        paths.append([*paths[parent], tokens[-1]])
+    return tokens, paths
+
+
+def scored(chain, row: Row, tokens, parents, *, size: int, generator, plans: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random logits [n, size] at a draft's nodes, and what a chain makes of them. plans: its grammar is asked for masks
+    at these nodes before, where that is worth its time."""
+    logits = torch.from_numpy(generator.normal(0, 1, (len(tokens), size))).float()
+    batch = DraftBatch.concatenate([draft_of(tokens, parents)])
+    if plans and chain.grammar.is_plannable([row]):
+        chain.grammar.planned(batch, [row])
+    return logits, chain(logits, batch, [row])
+
+
 def node_case(vocabulary_size: int = VOCABULARY_SIZE, *, seed: int = 5):
     """(packed drafts of 4 and 3 nodes, their rows, their prefixes per node, logits [7, vocabulary_size])."""
     generator = np.random.default_rng(seed)

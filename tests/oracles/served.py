@@ -1,12 +1,12 @@
 """A server for OpenAI's clients in a thread of the test's process, and their own client."""
 
 import re
-import socket
 import threading
 import time
 
 import openai
 import uvicorn
+from free_port import free_port
 from transformers.cli.serving.model_manager import ModelManager
 
 import stand
@@ -14,12 +14,6 @@ from stand.plugins.server import __main__ as command
 from stand.plugins.server.answers import Answers
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Served:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import copy
 import importlib
-import json
 import re
 import subprocess
 import sys
@@ -14,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-import xgrammar
-from grammar_cases import grammar_tokenizer
+from grammar_cases import grammar_tokenizer, take_patterns
 from letter_tokenizer import LETTERS, letter_tokenizer
 from tiny_models import tiny_model
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
@@ -369,13 +367,7 @@ def with_grammar(inspect_door, **settings):
 
 @pytest.mark.parametrize("thoughts_end", [None, "z"])
 def test_inspects_schemas_give_answers_their_form(inspect_door, monkeypatch, thoughts_end):
-    """JSON needs quotes, which the tiny tokenizer lacks: a schema's text is taken for a regular expression."""
-
-    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
-        assert 0 < max_whitespace_cnt < 100
-        return compiler.compile_regex(json.loads(schema)["pattern"])
-
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    take_patterns(monkeypatch)
     api = with_grammar(inspect_door, thoughts_end=thoughts_end)
     try:
         asked = {"max_tokens": 200, "temperature": 1.0, "seed": 5}

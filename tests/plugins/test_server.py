@@ -17,8 +17,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import torch
-import xgrammar
-from grammar_cases import grammar_tokenizer
+from grammar_cases import grammar_tokenizer, take_patterns
 from letter_tokenizer import letter_tokenizer
 from tiny_models import tiny_model
 
@@ -27,9 +26,10 @@ from stand.plugins.open_runs import ClosedError
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 import openai
+from free_port import free_port
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
-from served import TEMPLATE, Served, free_port
+from served import TEMPLATE, Served
 from transformers import GenerationConfig
 
 from stand.plugins.server import __main__ as command
@@ -304,12 +304,7 @@ def test_requests_of_one_seed_are_draws_of_their_own(letters):
 
 @pytest.mark.parametrize("thoughts_end", [None, "z"])
 def test_answers_have_the_form_of_a_schema(tmp_path, monkeypatch, thoughts_end):
-    """JSON needs quotes, which the tiny tokenizer lacks: a schema's text is taken for a regular expression."""
-
-    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
-        return compiler.compile_regex(json.loads(schema)["pattern"])
-
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    take_patterns(monkeypatch)
     model = copy.deepcopy(tiny_model("llama"))
     served = Served(tmp_path, grammar_tokenizer(), model, num_rows=4, seed=3, thoughts_end=thoughts_end)
     try:
@@ -362,10 +357,7 @@ def test_thoughts_have_a_budget_unless_the_prompt_ends_them(tmp_path):
 
 
 def test_an_answer_by_a_schema_begins_at_once_where_the_prompt_ends_thoughts(tmp_path, monkeypatch):
-    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
-        return compiler.compile_regex(json.loads(schema)["pattern"])
-
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    take_patterns(monkeypatch)
     served = Served(tmp_path, grammar_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=4, thoughts_end="z")
     try:
         form = {"type": "json_schema", "json_schema": {"name": "letters", "schema": {"pattern": "(ab|c){3}"}}}
@@ -377,11 +369,7 @@ def test_an_answer_by_a_schema_begins_at_once_where_the_prompt_ends_thoughts(tmp
 
 def test_a_model_that_may_think_or_not(tmp_path, monkeypatch):
     """y begins thoughts, z ends them; a prompt may end with either, or name one in the middle."""
-
-    def compile_json_schema(compiler, schema, *, max_whitespace_cnt):
-        return compiler.compile_regex(json.loads(schema)["pattern"])
-
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", compile_json_schema)
+    take_patterns(monkeypatch)
     marks = {"thoughts_begin": "y", "thoughts_end": "z"}
     served = Served(tmp_path, grammar_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=4, seed=3, **marks)
     begin, end = (served.tokenizer.encode(mark, add_special_tokens=False) for mark in "yz")

@@ -345,7 +345,8 @@ class Call:
             told = read.of(place, len(tokens)) if stop.wants_logprobs else None
             ends[place] = stop.cut(row, tokens, elapsed=elapsed, logprobs=told)
         if self._has_processors:
-            self._law.check_drawn(batch, verdicts.accepted, [emitted for emitted, _ in ends])
+            for place, error in self._law.failures(batch, verdicts.accepted, [emitted for emitted, _ in ends]):
+                self.scheduler.fail(live.rows[place], error)
         return verdicts, gained, ends, read
 
     def _commit(

@@ -81,8 +81,8 @@ REFUSED = {
 
 
 NO_LAW = (
-    "processors must leave a token of finite score behind every text that they allow, got {best} as the best behind a "
-    "drafted one that was accepted; allow a token there, or an end token"
+    "processors must leave a token of finite score behind every text that they allow, got {best} as the best behind "
+    "{count} new tokens; allow a token there, or an end token"
 )
 
 
@@ -176,8 +176,8 @@ class ProcessorChain:
     def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones.
 
-        Where processors leave a drafted node no law the raw scores stay: plain decoding may never come there. If a row
-        does, `check_drawn` says so.
+        Where processors leave a node no law the raw scores stay: plain decoding may never come there. If a row does,
+        `first_error` says so.
         """
         nodes = nodes_of(batch, rows) if self._has_prefixes or self._may_leave_none else []
         processed = self._by_depth(scores, nodes) if self._num_by_depth else scores
@@ -186,9 +186,10 @@ class ProcessorChain:
         self._errors = {}
         if self._may_leave_none:
             best = processed.amax(dim=1).tolist()
-            broken = [node.place for node in nodes if node.path and not math.isfinite(best[node.place])]
-            processed[broken] = scores[broken]
-            self._errors = {place: ValueError(NO_LAW.format(best=best[place])) for place in broken}
+            broken = [node for node in nodes if not math.isfinite(best[node.place])]
+            lines = [node.place for node in broken]
+            processed[lines] = scores[lines]
+            self._errors = {node.place: _no_law(best[node.place], node) for node in broken}
         for runner in self._telling:
             found = ((node.place, runner.error_at(node)) for node in nodes)
             self._errors |= {place: error for place, error in found if error is not None}
@@ -199,11 +200,9 @@ class ProcessorChain:
         """The first processor of a grammar library."""
         return next((runner for runner in self._runners.values() if isinstance(runner, GrammarMasks)), None)
 
-    def check_drawn(self, places: Iterable[int]) -> None:
-        """Raises what is wrong with a node of the last call at which a token was drawn."""
-        for place in places:
-            if place in self._errors:
-                raise self._errors[place]
+    def first_error(self, places: Iterable[int]) -> Exception | None:
+        """What is wrong with the first node, among these of the last call, at which no token may be drawn."""
+        return next((self._errors[place] for place in places if place in self._errors), None)
 
     def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """The processors that are asked depth by depth, and never below a token that they forbid or that ends the row:
@@ -252,6 +251,10 @@ def _runner(processor: LogitsProcessor) -> PerRow | GrammarMasks | AllowedTokens
     if type(processor) is library.PrefixConstrainedLogitsProcessor:
         return AllowedTokens({0: processor})
     return GrammarMasks({0: processor}) if has_matcher(processor) else PerRow({0: processor})
+
+
+def _no_law(best: float, node: Node) -> ValueError:
+    return ValueError(NO_LAW.format(best=best, count=len(node.row.new_token_ids) + len(node.path)))
 
 
 def _can_leave_none(processors: Sequence[LogitsProcessor]) -> bool:

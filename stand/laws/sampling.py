@@ -125,13 +125,20 @@ class TargetLaw:
         scores = logits.float()
         return scores if self._processors is None else self._processors(scores, batch, rows)
 
-    def check_drawn(self, batch: DraftBatch, accepted: Sequence[np.ndarray], num_drawn: Sequence[int]) -> None:
-        """Raises where processors left no law at a node at which one of a row's `num_drawn` tokens was drawn.
+    def failures(
+        self, batch: DraftBatch, accepted: Sequence[np.ndarray], num_drawn: Sequence[int]
+    ) -> list[tuple[int, Exception]]:
+        """(place, what is wrong) of every row with a token, of its `num_drawn`, that was drawn where processors left no
+        law.
 
         accepted: by row, its nodes of the kept path, as of the last step that was `process`ed."""
-        if self._processors is not None:
-            for first, path, count in zip(batch.offsets.tolist(), accepted, num_drawn, strict=False):
-                self._processors.check_drawn((first + path[: max(count - 1, 0)]).tolist())
+        chain = ProcessorChain([]) if self._processors is None else self._processors
+        drawn_at = (
+            [first, *(first + path).tolist()][:count]
+            for first, path, count in zip(batch.offsets.tolist(), accepted, num_drawn, strict=False)
+        )
+        told = ((place, chain.first_error(nodes)) for place, nodes in enumerate(drawn_at))
+        return [(place, error) for place, error in told if error is not None]
 
     @property
     def grammar(self) -> GrammarMasks | None:

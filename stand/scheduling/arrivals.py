@@ -98,6 +98,10 @@ class Arrivals(Iterator[Job | None]):
             del self.open[number]
             ticket.succeed()
 
+    def fail_one(self, number: int, error: Exception) -> None:
+        """What a request ends in whose rows are live; they go before the next step."""
+        self.open[number].fail(_without_frames(error))
+
     def fail(self, error: BaseException) -> None:
         """The call has ended in it: that is what those get who wait, and nobody else may come."""
         for ticket in self.close():

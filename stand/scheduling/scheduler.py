@@ -132,6 +132,14 @@ class Scheduler:
         else:
             job.refuse(job, error)
 
+    def fail(self, row: Row, error: Exception) -> None:
+        """The request of a live row ends in this error. It is raised where nobody else is to be told."""
+        job = self._open[row.request]
+        error.add_note(which_request(job.number, job.id))
+        if self._arrivals is None:
+            raise error
+        self._arrivals.fail_one(job.number, error)
+
     def raise_failure(self) -> None:
         """Raises what the request that would be next has ended in: to be called where nobody is live, or where rows
         are given all together."""

@@ -81,9 +81,9 @@ def test_the_number_is_what_this_transformers_counts(monkeypatch, counts_prompts
     assert numbers == expected
 
 
-def test_a_function_that_allows_nothing_is_told_by_transformers():
+def test_a_function_that_allows_nothing_is_told():
     engine = stand.wrap(tiny_model("qwen2"))
-    with pytest.raises(ValueError, match="returned an empty list"):
+    with pytest.raises(ValueError, match="must allow a token behind every text that it allows, got an empty list"):
         engine.generate(**ASKED, prefix_allowed_tokens_fn=lambda number, tokens: [])
 
 

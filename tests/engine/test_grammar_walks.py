@@ -79,11 +79,11 @@ def test_each_mask_is_asked_for_once_and_the_way_back_is_short(matcher):
     assert len(matcher.calls) == len(set(matcher.calls)) == 6
 
 
-def test_a_dead_end_of_the_row_itself_is_no_error_here(matcher):
-    """Where processors leave no law, others say so."""
+def test_a_dead_end_of_the_row_itself_is_as_one_of_a_draft(matcher):
     matcher.tokens = [DEAD]
-    masks, _, scores, nodes = asked([], [-1])
-    assert allowed_at(scores[0]) == [] and masks.error_at(nodes[0]) is None
+    masks, raw, scores, nodes = asked([8], [-1, 0])
+    assert torch.equal(scores, raw)
+    assert all("a grammar must allow a token" in str(masks.error_at(node)) for node in nodes)
 
 
 def test_plans_stop_at_dead_ends(matcher):

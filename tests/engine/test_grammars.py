@@ -346,7 +346,7 @@ def test_a_dead_end_that_no_row_comes_to_ends_no_call(make, regex, text, setting
 def test_a_dead_end_that_a_row_comes_to_is_told():
     engine = stand.wrap(tiny_model("qwen2"), drafter=drafting("y"))
     for draft in (True, False):
-        with pytest.raises(ValueError, match="finite best|finite score"):
+        with pytest.raises(ValueError, match="finite score"):
             engine.generate(**GREEDY, logits_processors=PROCESSORS["xgrammar"]("y"), min_new_tokens=5, draft=draft)
 
 

@@ -258,6 +258,56 @@ def test_an_error_of_a_step_ends_the_run():
     del raised, future, futures  # whose tracebacks hold this frame
 
 
+class LeavesNone(LogitsProcessor):
+    """Forbids all tokens in the `place`th place of a row that begins with 7."""
+
+    def __init__(self, place: int):
+        self.place = place
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores - torch.inf if input_ids[0, 0] == 7 and input_ids.shape[1] == self.place else scores
+
+
+def allows_none(place: int) -> dict:
+    allowed = list(range(3, 40))
+    return {
+        "prefix_allowed_tokens_fn": lambda number, tokens: (
+            [] if int(tokens[0]) == 7 and len(tokens) == place else allowed
+        )
+    }
+
+
+@pytest.mark.parametrize("place", [1, 4, 5, 6, 7])
+@pytest.mark.parametrize(
+    ("settings_at", "rule"),
+    [
+        (lambda place: {"logits_processors": [LeavesNone(place)]}, "must leave a token of finite score"),
+        (allows_none, "must allow a token behind every text"),
+    ],
+    ids=["a processor", "a function"],
+)
+def test_where_processors_leave_no_token_only_that_request_fails(settings_at, rule, place):
+    """At the first place of the row, and at later ones: drafted or behind a draft."""
+    asked = {**SETTINGS, **settings_at(place), "stop_token_ids": []}
+    others = [stand.Request(PROMPTS[0], num_return_sequences=2, rows=[0, 1]), stand.Request(PROMPTS[2], rows=[2])]
+    with engine_of().open_run(**asked) as run:
+        wanted = tokens_of([run.submit(request) for request in others])
+    told, gate = [], threading.Event()
+    with engine_of().open_run(**asked) as run:
+        failed = run.submit(
+            stand.Request(Waits(gate, [7]), rows=[3, 4], id="seven"), on_tokens=lambda row, tokens: told.extend(tokens)
+        )
+        futures = [run.submit(request) for request in others]
+        gate.set()
+        assert tokens_of(futures) == wanted
+        with pytest.raises(ValueError, match=rule) as raised:
+            failed.result(PATIENCE)
+        assert "request 0 of the run, counted from 0, with the id 'seven'" in raised.value.__notes__
+        assert len(tokens_of([run.submit([9])])) == 1
+    assert len(told) <= 2 * (place - 1)
+    del raised
+
+
 def test_a_closed_run_takes_nothing_more():
     run = engine_of().open_run(**SETTINGS)
     future = run.submit(PROMPTS[0])

@@ -225,7 +225,7 @@ def test_a_forced_token_that_was_forbidden_or_overruled_is_an_error():
     engine, budget = stand.wrap(tiny_model("qwen2")), stand.ThinkingBudget(2, begin=None, end=END)
     with pytest.raises(RuntimeError, match="must allow each token of its row, got token 8 after 2 others"):
         engine.generate(input_ids=PROMPTS, max_new_tokens=9, logits_processors=[budget, Insists()])
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match="must leave a token of finite score behind every text"):
         engine.generate(input_ids=PROMPTS, max_new_tokens=9, suppress_tokens=[END], logits_processors=budget)
 
 

@@ -58,11 +58,11 @@ class AllowedTokens:
         ask = given._prefix_allowed_tokens_fn
         is_by_prompt = isinstance(ask, AllowedInCall) and COUNTS_PROMPTS
         allowed = ask(node.row.request if is_by_prompt else node.row.index // given._num_beams, prefix)
-        if len(allowed) > 0 or not node.path:
+        if len(allowed) > 0:
             return allowed
         self._errors[node.row.index][node.path] = ValueError(
             "prefix_allowed_tokens_fn must allow a token behind every text that it allows, got an empty list behind "
-            f"token {node.path[-1]}; allow an end token there"
+            f"token {int(prefix[-1])}; allow an end token there"
         )
         return [0]
 

@@ -55,8 +55,6 @@ class _Walk:
                         current = (*current, token)
                     self._write(words[line], path)
                 except (RuntimeError, ValueError) as error:
-                    if not path:
-                        raise
                     words[line], self.errors[path] = -1, error
         finally:
             self.matcher.go_back(self.matcher.num_taken - begun)
@@ -69,7 +67,7 @@ class _Walk:
 
     def _write(self, words: np.ndarray, path: tuple[int, ...]) -> None:
         self.matcher.write_mask(words)
-        if path and not words.any():
+        if not words.any():
             raise ValueError("a grammar must allow a token behind each text that it allows, got none; mend the grammar")
         self.words[path] = words
 

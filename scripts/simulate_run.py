@@ -15,6 +15,9 @@ over those of the steps in which 95 % of the places are taken, if any; `nodes/ro
 peaks: `taken GB` is what pages or rooms took, `live GB` what the live rows' tokens would take without shared prompts,
 so that it can be the larger one. `put back` counts rows that gave their pages back, `replayed %` what was computed
 again for it, in per cent of all tokens that were kept.
+
+With --until-decided, `decided` is `places` where a problem's rows end when its majority is decided, whatever the others
+would answer. Answers are what the texts' last `\\boxed{...}` holds. What to compare is `hours`.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from measuring.option_types import (
 )
 from measuring.progress import say
 from measuring.text_table import format_table
+from workloads.answers import boxed_text
 from workloads.model_shapes import SHAPES
 
 from stand.forward.cache.tree_cache import DRAFT_ROOM
@@ -57,8 +61,8 @@ HEADER = (
     "rows", "places", "way", "occupancy %", "tokens/s", "of steady %", "hours", "nodes/row", "taken GB", "live GB",
     "put back", "replayed %",
 )  # fmt: skip
-PER_PROBLEM = 64
 MEAN_LENGTH = 8000
+MADE_UP_SAMPLES = 64  # per problem; rows are drawn from them
 MOST_ROWS = 256
 
 
@@ -82,10 +86,16 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
         help="of a whole run (default: 64,256,1024,4096)",
     )
     parser.add_argument(
+        "--per-problem", type=positive_integer, default=64, help="samples of each problem, of those rows (%(default)s)"
+    )
+    parser.add_argument(
         "--max-rows", type=count_list, default=[64], metavar="N,N,...", help="decoded at a time (default: 64)"
     )
     parser.add_argument(
         "--memory", type=positive_number, help="GB for keys: further lines with as many rows as they hold"
+    )
+    parser.add_argument(
+        "--until-decided", action="store_true", help="a further line: rows end with their problem's vote (default: no)"
     )
     parser.add_argument(
         "--page-size", type=count_list, metavar="SLOTS,...", help="of the lines by pages, with --memory (default: 64)"
@@ -143,6 +153,8 @@ def settle(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--tokenizer is for a file of recordings, got --made-up; leave it out")
     if arguments.file is not None and arguments.mean_length is not None:
         parser.error("--mean-length is of made-up lengths, got a file; leave it out, or scale the file's (--scale)")
+    if arguments.file is None and arguments.until_decided:
+        parser.error("--until-decided needs answers, got --made-up; give a file of recordings")
     if arguments.memory is None and (arguments.page_size or arguments.growth):
         parser.error("--page-size and --growth are of lines by pages; give --memory")
     if arguments.memory is None and arguments.most_rows is not None:
@@ -167,31 +179,47 @@ def read_acceptance(text: str) -> Acceptance:
     return Acceptance(nodes, tokens)
 
 
-def problems_of(arguments: argparse.Namespace) -> list[tuple[int, np.ndarray]]:
-    """Per problem the prompt's tokens and the lengths of its samples."""
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is known of a problem's samples."""
+
+    prompt: int  # tokens
+    lengths: np.ndarray  # of samples, tokens
+    answers: Sequence[str | None]  # of samples
+
+
+def problems_of(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.made_up:
         generator, spread = np.random.default_rng(arguments.seed), 0.6
         middles = arguments.mean_length * generator.lognormal(-0.125, 0.5, 64)
-        return [(200, middle * generator.lognormal(-(spread**2) / 2, spread, PER_PROBLEM)) for middle in middles]
+        drawn = [middle * generator.lognormal(-(spread**2) / 2, spread, MADE_UP_SAMPLES) for middle in middles]
+        return [Problem(200, lengths, [None] * MADE_UP_SAMPLES) for lengths in drawn]
     from workloads.recordings import Selection, read_recordings, read_tokenizer
 
-    found: dict[int, tuple[int, list[int]]] = {}
-    for recording in read_recordings(arguments.file, read_tokenizer(arguments.tokenizer), Selection()):
-        found.setdefault(recording.problem, (max(len(recording.prompt), 1), []))[1].append(len(recording.tokens))
-    return [(prompt, np.array(lengths)) for prompt, lengths in found.values()]
+    tokenizer = read_tokenizer(arguments.tokenizer)
+    found: dict[int, tuple[int, list[int], list[str | None]]] = {}
+    for one in read_recordings(arguments.file, tokenizer, Selection()):
+        _, lengths, answers = found.setdefault(one.problem, (max(len(one.prompt), 1), [], []))
+        lengths.append(len(one.tokens))
+        answers.append(boxed_text(tokenizer.decode(one.tokens.tolist())) if arguments.until_decided else None)
+    return [Problem(prompt, np.array(lengths), answers) for prompt, lengths, answers in found.values()]
 
 
-def workload_of(arguments: argparse.Namespace, problems: list[tuple[int, np.ndarray]], num_rows: int) -> Workload:
-    """`num_rows` rows, `PER_PROBLEM` of each problem; problems come again where there are too few."""
-    generator, prompts, samples = np.random.default_rng(arguments.seed), [], []
-    for place in range(-(-num_rows // PER_PROBLEM)):
-        prompt, lengths = problems[place % len(problems)]
-        count = min(PER_PROBLEM, num_rows - place * PER_PROBLEM)
-        drawn = generator.choice(lengths, count) * arguments.scale
-        prompts.append(prompt)
-        samples.append(tuple(np.maximum(drawn, 1).astype(int).tolist()))
+def workload_of(arguments: argparse.Namespace, problems: Sequence[Problem], num_rows: int) -> Workload:
+    """`num_rows` rows, problem by problem; problems come again where there are too few."""
+    generator, prompts, samples, answers = np.random.default_rng(arguments.seed), [], [], []
+    for place in range(-(-num_rows // arguments.per_problem)):
+        problem = problems[place % len(problems)]
+        count = min(arguments.per_problem, num_rows - place * arguments.per_problem)
+        drawn = generator.choice(len(problem.lengths), count)
+        prompts.append(problem.prompt)
+        samples.append(tuple(np.maximum(problem.lengths[drawn] * arguments.scale, 1).astype(int).tolist()))
+        answers.append([problem.answers[sample] for sample in drawn])
     limit = max(max(own) for own in samples) if arguments.limit is None else arguments.limit
-    return Workload(tuple(prompts), tuple(tuple(min(n, limit) for n in own) for own in samples), limit)
+    lengths = tuple(tuple(min(n, limit) for n in own) for own in samples)
+    said = (zip(*pair, strict=True) for pair in zip(answers, samples, strict=True))
+    in_time = tuple(tuple(answer if n <= limit else None for answer, n in own) for own in said)
+    return Workload(tuple(prompts), lengths, limit, in_time)
 
 
 def check_memory(memory: float, workload: Workload, token_bytes: int) -> None:
@@ -215,6 +243,8 @@ def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[
         places = min(max_rows, workload.num_rows)
         yield places, "blocks", simulation().blocks(max_rows, AtMost(max_rows))
         yield places, "places", simulation().places(AtMost(max_rows))
+        if arguments.until_decided:
+            yield places, "decided", simulation().places(AtMost(max_rows), until_decided=True)
     if arguments.memory is not None:
         num_bytes, most = 1e9 * arguments.memory, arguments.most_rows
         trace = simulation().places(WithinMemory(num_bytes, roofline.cache_bytes, most))

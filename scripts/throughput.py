@@ -208,11 +208,18 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("drafted", "plain"), help="no comparison: one run, trajectories to --output")
     parser.add_argument("--resume", action="store_true", help="go on with the run of --output, with --only")
     parser.add_argument(
+        "--until-decided",
+        action="store_true",
+        help="end a problem's trajectories when the others cannot change its majority, with --only (default: all run)",
+    )
+    parser.add_argument(
         "--cache-gb", type=positive_number, help="most GB of keys and values (`max_cache_bytes`), with --only"
     )
     arguments = parser.parse_args(command_line)
     if arguments.resume and arguments.only is None:
         parser.error("--resume goes on with a run of trajectories; add --only drafted, as the run began")
+    if arguments.until_decided and arguments.only is None:
+        parser.error("--until-decided ends trajectories of a run, not of a comparison; add --only drafted")
     if arguments.cache_gb is not None and arguments.only is None:
         parser.error("--cache-gb limits a run of trajectories; add --only drafted")
     if arguments.only is not None and (arguments.output is None or len(arguments.trajectories) != 1):

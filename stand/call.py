@@ -133,7 +133,7 @@ class Call:
             while until_ended and self._is_settled and not self.scheduler.ended and not is_awaited(self._model):
                 with self.stats.paused_wall():
                     yield
-                if not self.scheduler.is_held():
+                if self.scheduler.has_news or not self.scheduler.is_held():
                     return True
                 self._advance()
         return False

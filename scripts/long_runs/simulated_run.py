@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from workloads.answers import is_decided
 from workloads.model_shapes import ModelShape
 
 from stand.forward.cache.tree_cache import DRAFT_ROOM, ROOM_QUANTUM
@@ -61,6 +62,7 @@ class Workload:
     prompts: tuple[int, ...]  # per problem
     samples: tuple[tuple[int, ...], ...]  # per problem, new tokens
     limit: int  # new tokens that a row may get: what its room must hold
+    answers: tuple[tuple[str | None, ...], ...] = ()  # per problem, of its samples; empty where nobody votes
 
     @property
     def num_rows(self) -> int:
@@ -70,11 +72,14 @@ class Workload:
     def num_tokens(self) -> int:
         return sum(map(sum, self.samples))
 
+    def first_row(self, problem: int) -> int:
+        return sum(map(len, self.samples[:problem]))
+
     def jobs(self) -> list[Job]:
         jobs, first = [], 0
         for number, (prompt, lengths) in enumerate(zip(self.prompts, self.samples, strict=True)):
             rows = range(first, first + len(lengths))
-            jobs.append(Job(number, np.zeros(prompt, dtype=np.int32), self.limit, rows, None, number, None))
+            jobs.append(Job(number, np.zeros(prompt, dtype=np.int32), self.limit, rows, None, number, number))
             first += len(lengths)
         return jobs
 
@@ -136,9 +141,11 @@ class Simulation:
         self._left: dict[int, int] = {}  # by row that has started: tokens to come
         self._opened: dict[Hashable, Hashable] = {}  # what rows begin with: who owns its memory
         self._num_put_back = self._num_replayed = 0
+        self._votes: list[list[str | None]] | None = None  # per problem: the answers of its samples that have ended
 
-    def places(self, admission: Admission) -> Trace:
-        """A row that ends hands its place on."""
+    def places(self, admission: Admission, *, until_decided: bool = False) -> Trace:
+        """A row that ends hands its place on. until_decided: the rows of a problem end with its vote."""
+        self._votes = [[] for _ in self.workload.samples] if until_decided else None
         self._run(self.workload.jobs(), admission)
         return self._trace()
 
@@ -167,8 +174,19 @@ class Simulation:
                 row = scheduler.live[place]
                 row.finish_reason = "eos"
                 scheduler.end(row)
+                self._vote(scheduler, row)
+            for row in scheduler.rows_left():
+                row.finish_reason = "cancelled"
+                scheduler.end(row)
             self._left |= zip((row.index for row in scheduler.live), left.tolist(), strict=True)
         self._num_put_back += scheduler.num_put_back
+
+    def _vote(self, scheduler: Scheduler, row: Row) -> None:
+        if self._votes is not None:
+            answers, votes = self.workload.answers[row.request], self._votes[row.request]
+            votes.append(answers[row.index - self.workload.first_row(row.request)])
+            if is_decided(votes, len(answers) - len(votes)):
+                scheduler.cancel(row.request)
 
     def _settle(self, scheduler: Scheduler) -> None:
         """As `stand.call.Call` does between steps, prompts in one piece."""

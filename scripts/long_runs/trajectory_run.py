@@ -17,7 +17,7 @@ from measuring.setup import prompt_ids, sampling_for
 from measuring.text_table import format_table
 from measuring.throughput_report import plain_setting
 from measuring.trajectories import REPEATING, law_settings
-from workloads.answers import extract_answer, majority_answer
+from workloads.answers import extract_answer, is_decided, majority_answer
 from workloads.problem_sets import Task
 
 import stand
@@ -38,6 +38,7 @@ class LongRun:
     tasks: Sequence[Task]
     count: int  # trajectories per problem
     done: dict[int, Mapping[str, object]] = field(default_factory=dict)  # lines by row
+    _given_up: dict[int, int] = field(default_factory=dict)  # by problem: rows
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, tasks: Sequence[Task], earlier: Sequence[Mapping]) -> LongRun:
@@ -58,11 +59,24 @@ class LongRun:
     def total(self) -> int:
         return self.count * len(self.tasks)
 
+    @property
+    def num_given_up(self) -> int:
+        """Rows that the votes, as far as they were counted, do not need any more."""
+        return sum(self._given_up.values())
+
+    def _needed(self, place: int) -> list[int]:
+        """Rows of a problem that no session has finished; none where its vote is decided."""
+        rows = range(place, self.total, len(self.tasks))
+        found = [self.done[row]["found"] for row in rows if row in self.done]
+        missing = [row for row in rows if row not in self.done]
+        is_over = self.arguments.until_decided and is_decided(found, len(missing))
+        self._given_up[place] = len(missing) if is_over else 0
+        return [] if is_over else missing
+
     def requests(self, tokenizer) -> Iterator[stand.Request]:
-        """Those rows of every problem that no session has finished."""
+        """The rows of every problem that are needed."""
         for place, task in enumerate(self.tasks):
-            rows = [row for row in range(place, self.total, len(self.tasks)) if row not in self.done]
-            if rows:
+            if rows := self._needed(place):
                 yield stand.Request(prompt_ids(tokenizer, task, self.arguments.instruction), rows=rows, id=place)
 
     def draw(
@@ -102,7 +116,9 @@ class LongRun:
                 line = self._line(trajectory)
                 lines.add(line)
                 self.done[trajectory.row] = line
-                progress.count(len(self.done))
+                if not self._needed(trajectory.id):
+                    run.cancel(trajectory.id)
+                progress.count(len(self.done) + self.num_given_up)
         finally:
             progress.close(run)
 
@@ -128,14 +144,16 @@ class LongRun:
         }
 
     def table(self) -> str:
-        """A line per problem that has trajectories, sessions together."""
+        """A line per problem that has trajectories, sessions together. `single` is the share of right ones, where all
+        trajectories were wanted: those that end before a vote is decided are the short ones."""
         rows = []
         for place, task in enumerate(self.tasks):
             own = [line for row, line in sorted(self.done.items()) if row % len(self.tasks) == place]
             if own:
                 found = [line["found"] for line in own]
                 tokens, steps = (sum(line[name] for line in own) for name in ("num_tokens", "num_steps"))
-                single = sum(value == task.answer for value in found) / len(own)
+                share = sum(value == task.answer for value in found) / len(own)
+                single = None if self.arguments.until_decided else share
                 is_right = float(majority_answer(found) == task.answer)
                 rows.append((task.name, f"{len(own)} of {self.count}", tokens, tokens / steps, single, is_right))
         return format_table(("problem", "trajectories", "tokens", "tok/step", "single", "majority"), rows)
@@ -145,7 +163,8 @@ class LongRun:
         tokens, steps = (sum(line[name] for line in self.done.values()) for name in ("num_tokens", "num_steps"))
         return {
             "trajectories": len(self.done),
-            "is_complete": len(self.done) == self.total,
+            "is_complete": len(self.done) + self.num_given_up == self.total,
+            "num_given_up": self.num_given_up,
             "num_tokens": tokens,
             "num_steps": steps,
             "tokens_per_step": tokens / steps if steps else None,

@@ -1,10 +1,10 @@
-"""The integer answer of a written-out solution, and the majority vote over several."""
+"""The answer of a written-out solution, and the majority vote over several."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 NUMBER = r"([-+]?\d[\d,]*)"
 BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*" + NUMBER + r"\s*\}")
@@ -30,7 +30,27 @@ def extract_answer(text: str) -> int | None:
     return None
 
 
+def boxed_text(text: str) -> str | None:
+    """What the last `\\boxed{...}` holds, braces within it included; None without one that is closed."""
+    found = None
+    for begun in re.finditer(r"\\boxed\{", text):
+        depth, start = 1, begun.end()
+        for place in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                found = text[start:place]
+                break
+    return found
+
+
 def majority_answer(answers: Sequence[int | None]) -> int | None:
     """The most frequent answer, ties to the one found first; samples without an answer do not vote."""
     votes = Counter(answer for answer in answers if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None
+
+
+def is_decided(answers: Sequence[Hashable], num_missing: int) -> bool:
+    """Whether the majority is that of these answers, whatever the missing ones are: one of them is ahead by more."""
+    votes = Counter(answer for answer in answers if answer is not None).most_common(2)
+    leading, second = [count for _, count in [*votes, (None, 0), (None, 0)][:2]]
+    return leading - second > num_missing

@@ -44,6 +44,11 @@ class Run(Iterator[Trajectory]):
         if not self._trajectories.gi_running:
             self._trajectories.close()
 
+    def cancel(self, id: object) -> None:
+        """End the rows of the requests with this id that were read so far: behind the step that runs, and without
+        trajectories of rows that have not ended by then. A vote is decided, or a branch is given up."""
+        self._call.scheduler.cancel(id)
+
     @property
     def stats(self) -> Stats:
         """Of all steps so far."""
@@ -88,6 +93,7 @@ class Run(Iterator[Trajectory]):
                 yield from self._ended()
                 if self._is_closed:
                     break
+            yield from self._ended()  # of the last step, where all that waited was cancelled
         except Exception:
             yield from self._ended()
             raise
@@ -97,7 +103,9 @@ class Run(Iterator[Trajectory]):
     def _ended(self) -> Iterator[Trajectory]:
         ended = self._call.scheduler.ended
         while ended:
-            yield trajectory_of(self._call, self._tokenizer, *ended.popleft())
+            one = trajectory_of(self._call, self._tokenizer, *ended.popleft())
+            if one.finish_reason != "cancelled":
+                yield one
 
 
 def trajectory_of(call: Call, tokenizer: PreTrainedTokenizerBase | None, job: Job, row: Row) -> Trajectory:

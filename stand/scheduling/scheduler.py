@@ -69,6 +69,7 @@ class Scheduler:
         self._next: Row | None = None  # the first one of them
         self._num_left: dict[int, int] = {}  # by request: rows that have not ended
         self._open: dict[int, Job] = {}  # the requests that have such rows
+        self._cancelled: deque[int] = deque()  # numbers of requests whose rows are to end
         self._is_over = False  # no further request is read
         self._failure: Exception | None = None  # of the request that would be next
         self.num_places: int | None = None  # set when the first rows have entered: no more are live at once. Set anew
@@ -151,11 +152,17 @@ class Scheduler:
         """Of a row that waits or is live."""
         return self._open[row.request]
 
+    def cancel(self, id: object) -> None:
+        """The rows of requests with this id are to end, as far as they were read. From any thread."""
+        self._cancelled.extend(job.number for job in list(self._open.values()) if job.id == id)
+
     @property
     def has_news(self) -> bool:
-        """Whether a request could be read that came meanwhile, or somebody has ceased to wait for one."""
+        """Whether a request could be read that came meanwhile, or nobody waits for one any more."""
         arrivals = self._arrivals
-        return arrivals is not None and (arrivals.has_left or self.waiting_row is None and arrivals.is_waiting)
+        if self._cancelled or arrivals is None:
+            return bool(self._cancelled)
+        return arrivals.has_left or self.waiting_row is None and arrivals.is_waiting
 
     def wait(self) -> bool:
         """Where nobody is live: whether the call goes on. What has ended is to be given first; then a request that may
@@ -164,7 +171,9 @@ class Scheduler:
 
     def rows_left(self) -> list[Row]:
         """The rows, live or not, that nobody waits for any more; each is to be ended."""
-        numbers = set() if self._arrivals is None else set(self._arrivals.take_left())
+        numbers = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
+        if self._arrivals is not None:
+            numbers.update(self._arrivals.take_left())
         if not numbers:
             return []
         rows = [row for row in (*self.live, *self._put_back) if row.request in numbers and row.finish_reason is None]

@@ -1,7 +1,10 @@
 """Reading answers out of texts, and voting."""
 
+from collections import Counter
+from itertools import product
+
 import pytest
-from workloads.answers import extract_answer, majority_answer
+from workloads.answers import boxed_text, extract_answer, is_decided, majority_answer
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,32 @@ def test_extract(text, answer):
 )
 def test_majority(votes, winner):
     assert majority_answer(votes) == winner
+
+
+@pytest.mark.parametrize("num_known", range(5))
+@pytest.mark.parametrize("num_missing", range(4))
+def test_a_vote_is_decided_where_nothing_could_change_it(num_known, num_missing):
+    """For of two that are level the one found first wins, whenever it was found."""
+
+    def leading(answers) -> set:
+        votes = Counter(answer for answer in answers if answer is not None)
+        return {answer for answer, count in votes.items() if count == max(votes.values())}
+
+    for known in product([1, 2, None], repeat=num_known):
+        ways = [leading([*known, *others]) for others in product([1, 2, 3, None], repeat=num_missing)]
+        assert is_decided(known, num_missing) == (len(ways[0]) == 1 and all(way == ways[0] for way in ways)), known
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{4}", "4"),
+        (r"\boxed{1} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{} {", ""),
+        (r"\boxed{5} then \boxed{6", "5"),
+        (r"\boxed 7", None),
+        ("", None),
+    ],
+)
+def test_what_a_box_holds(text, found):
+    assert boxed_text(text) == found

@@ -16,6 +16,7 @@ from measuring import progress
 from measuring.output_file import JsonLines
 from measuring.progress import RunProgress
 from workloads import recordings
+from workloads.answers import is_decided, majority_answer
 
 import stand
 from stand.trees import BlendedLookup
@@ -171,6 +172,31 @@ def test_a_run_goes_on_with_more_trajectories(tmp_path, monkeypatch, capsys, uni
     assert "not for fewer, got 5 after 6; give 6 or more" in capsys.readouterr().err
 
 
+def test_trajectories_end_with_the_vote(tmp_path, monkeypatch, capsys):
+    """Stopped and gone on with, too: the votes are those of all trajectories, and what was drawn is as it was."""
+    path, limit = tmp_path / "run.jsonl", ("--max-new-tokens", "400")
+    assert run(monkeypatch, tmp_path / "whole.jsonl", *limit) == 0
+    uninterrupted = trajectories(tmp_path / "whole.jsonl")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 150)
+        assert run(patch, path, *limit, "--until-decided") == 130
+    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["is_complete"]
+    assert run(monkeypatch, path, *limit, "--until-decided", "--resume") == 0
+    output = capsys.readouterr().out.splitlines()
+    document, found = json.loads(output[-1]), trajectories(path)
+    assert set(found) < set(uninterrupted) and document["is_complete"]
+    assert document["num_given_up"] == 12 - len(found) > 0
+    for place in range(2):
+        own, whole = [[line[5] for line in sorted(lines, key=lambda line: line[1]) if line[1] % 2 == place]
+                      for lines in (found, uninterrupted)]  # fmt: skip
+        assert len(own) == len(whole) or is_decided(own, len(whole) - len(own))
+        assert majority_answer(own) == majority_answer(whole)
+    assert [line.split()[-2] for line in output if " of 6 " in line] == ["-", "-"]
+    assert run(monkeypatch, path, *limit, "--until-decided", "--resume") == 0 and trajectories(path) == found
+    assert run(monkeypatch, path, *limit, "--resume") == 0  # the others are wanted after all
+    assert sorted(trajectories(path)) == sorted(uninterrupted)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -189,7 +215,12 @@ def test_what_cannot_go_on_is_refused(tmp_path, monkeypatch, capsys, options, me
 
 @pytest.mark.parametrize(
     "options",
-    [["--resume"], ["--only", "drafted"], ["--only", "plain", "--trajectories", "1,2", "--output", "x"]],
+    [
+        ["--resume"],
+        ["--until-decided"],
+        ["--only", "drafted"],
+        ["--only", "plain", "--trajectories", "1,2", "--output", "x"],
+    ],
 )
 def test_options_that_do_not_belong_together_are_refused(options):
     with pytest.raises(SystemExit):

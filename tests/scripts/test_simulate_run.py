@@ -96,6 +96,22 @@ def test_prompts_are_held_once():
     assert trace.live_tokens[0] == 12 * 399 and trace.taken_tokens[0] == 16 * (24 + 12 * 2)  # 399 + 2 tokens each
 
 
+def test_rows_end_with_their_problems_vote():
+    """The leading answer, of the shortest samples, is decided with the fifth of eight; or nobody agrees."""
+    lengths = ((10, 20, 30, 40, 50, 500, 500, 500), (9,) * 8)
+    votes, certain = ("a",) * 8, Acceptance((0.0, 80.0), (1.0, 1.0))
+    for answers, expected in (
+        (votes, 10 + 20 + 30 + 40 + 50 * 4),
+        (tuple("abcdefgh"), sum(lengths[0])),
+        ((None,) * 8, 0),
+    ):
+        one = Workload((1, 1), lengths, 500, (answers, votes))
+        trace = Simulation(one, ROOFLINE, certain, budget=0).places(AtMost(16), until_decided=True)
+        assert trace.tokens.sum() == (expected or sum(lengths[0])) + 8 * 9
+        whole = Simulation(one, ROOFLINE, certain, budget=0).places(AtMost(16))
+        assert whole.tokens.sum() == one.num_tokens and whole.seconds[-1] >= trace.seconds[-1]
+
+
 def test_the_command_tells_all_ways_and_draws(tmp_path, capsys):
     path = tmp_path / "run.png"
     options = ["--made-up", "--mean-length", "60", "--rows", "16,70", "--max-rows", "8", "--memory", "1"]
@@ -125,6 +141,30 @@ def test_lengths_of_a_file(tmp_path):
     one = simulate_run.workload_of(options, simulate_run.problems_of(options), 130)
     assert one.prompts == (2, 2, 2) and [len(own) for own in one.samples] == [64, 64, 2]
     assert {*one.samples[0]} == {140, 142} and {*one.samples[1]} == {144, 146} and one.limit == 146
+    assert {*one.answers[0], *one.answers[1]} == {None}
+
+
+def test_answers_of_a_file_go_with_their_lengths(tmp_path, capsys):
+    """And are none where a row would have been cut off."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["a", r"\boxed{7}", r"\boxed{8}", "?"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = ["a " * 80 + words[1], "a " * 90 + words[2], "a " * 100]
+    records = [{"problem_id": 0, "problem": "a a", "text": text} for text in texts]
+    (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, records)))
+    paths = [str(tmp_path / "file.jsonl"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    options = [*paths, "--until-decided", "--per-problem", "20"]
+    for limit, known in ((100, {(81, "7"), (91, "8"), (100, None)}), (85, {(81, "7"), (85, None)})):
+        arguments = simulate_run.read_arguments([*options, "--limit", str(limit)])
+        one = simulate_run.workload_of(arguments, simulate_run.problems_of(arguments), 40)
+        assert [len(own) for own in one.samples] == [20, 20]
+        assert {pair for own in zip(one.samples, one.answers, strict=True) for pair in zip(*own, strict=True)} == known
+    assert simulate_run.main([*options, "--rows", "40"]) == 0
+    lines = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [line["way"] for line in lines] == ["blocks", "places", "decided"]
 
 
 @pytest.mark.parametrize("text", ["8:2,80:3", "0:1,8:0.5", "0:1,80:3,8:2", "x", "0:nan", "0:1,8:inf", "0:1,nan:2"])
@@ -155,6 +195,7 @@ def test_options_without_meaning_are_refused(options, capsys):
     [
         ("--made-up --tokenizer FILE", "--tokenizer is for a file of recordings"),
         ("FILE --tokenizer FILE --mean-length 9", "--mean-length is of made-up lengths"),
+        ("--made-up --until-decided", "--until-decided needs answers, got --made-up; give a file of recordings"),
         ("--made-up --most-rows 3", "--most-rows is of lines in which memory decides; give --memory"),
         ("--made-up --memory 5 --page-size 64,1000000", "--memory must hold a page of 1000000 slots, got 5.0"),
     ],

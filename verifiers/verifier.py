@@ -15,8 +15,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from stand.trees import DraftBatch
-from stand.verifiers import verdict_compiled
+from stand.trees import DraftBatch, compiled
 from stand.verifiers.draw import draw_residuals
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array
@@ -51,7 +50,7 @@ class Verdicts:
 
     def gained(self, batch: DraftBatch) -> list[list[int]]:
         """B lists: the tokens each row gains, the next token last. Raises ValueError for nodes that no row has."""
-        tokens = verdict_compiled.gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
+        tokens = compiled.gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
         if tokens is None:
             raise ValueError(
                 f"a rule must keep nodes of each of {len(batch)} rows' own drafts, got "
@@ -122,7 +121,7 @@ def _draw(
     """[B] int64: the token after stopping at packed nodes `stops`, on the host or where the rows lie."""
     probs = target.on_host()
     if probs is not None and mass.dtype == np.float64:
-        return verdict_compiled.draw_residuals(probs, stops, support_ids, mass, scale, uniforms)
+        return compiled.draw_residuals(probs, stops, support_ids, mass, scale, uniforms)
     return draw_residuals(
         target.rows(stops),
         support_ids=support_ids[stops],

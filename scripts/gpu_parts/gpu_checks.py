@@ -29,8 +29,8 @@ from stand.gpu.kernels.verification.traverse import traverse
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
 from stand.step import StepStart
-from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import TargetRows, VerifierNoise, get_verifier, verdict_compiled
+from stand.trees import DraftBatch, DraftTree, compiled
+from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 from stand.verifiers.rules.match import follow_drawn
 from stand.verifiers.schedule import packed_parents
 from stand.verifiers.walk import first_in_post_order
@@ -227,7 +227,7 @@ def judged_by_traversal(
     order = walk_order(batch.parents[: batch.offsets[1]], len(batch))  # rows are alike
     on_device = [torch.from_numpy(array).to(device) for array in (*arrays, uniforms, *order)]
     stops, *_, thresholds = traverse(laws.to(device), *on_device)
-    expected, _, _ = verdict_compiled.traversal_thresholds(*arrays, laws.numpy())
+    expected, _, _ = compiled.traversal_thresholds(*arrays, laws.numpy())
     expected_stops = first_in_post_order(
         uniforms < expected,
         parents=packed_parents(batch),

@@ -140,7 +140,9 @@ TARGETS = (
             *_tests(
                 "engine", "open_run", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"
             ),
-            *_tests("engine", "given_back", "cache_memory", "stream", "long_factors", "rope_kinds"),
+            *_tests(
+                "engine", "cancelled_requests", "given_back", "cache_memory", "stream", "long_factors", "rope_kinds"
+            ),
             *_tests("gpu", "gpu_put_back", "gpu_recurrent_step", "gpu_moving_ropes", "gpu_open_run"),
             *_tests("plugins", "open_runs"),
             "tests/engine/test_step_cost.py::test_steps_of_a_real_model_are_timed",

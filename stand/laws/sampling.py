@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,18 +127,15 @@ class TargetLaw:
 
     def failures(
         self, batch: DraftBatch, accepted: Sequence[np.ndarray], num_drawn: Sequence[int]
-    ) -> list[tuple[int, Exception]]:
-        """(place, what is wrong) of every row with a token, of its `num_drawn`, that was drawn where processors left no
-        law.
+    ) -> Iterator[tuple[int, Exception]]:
+        """(place, what is wrong) of every row with a token, of its `num_drawn`, drawn where processors left no law.
 
         accepted: by row, its nodes of the kept path, as of the last step that was `process`ed."""
-        chain = ProcessorChain([]) if self._processors is None else self._processors
-        drawn_at = (
-            [first, *(first + path).tolist()][:count]
-            for first, path, count in zip(batch.offsets.tolist(), accepted, num_drawn, strict=False)
-        )
-        told = ((place, chain.first_error(nodes)) for place, nodes in enumerate(drawn_at))
-        return [(place, error) for place, error in told if error is not None]
+        rows = zip(batch.offsets.tolist(), accepted, num_drawn, strict=False)
+        for place, (first, path, count) in enumerate(rows if self._processors is not None else ()):
+            error = self._processors.first_error([first, *(first + path).tolist()][:count])
+            if error is not None:
+                yield place, error
 
     @property
     def grammar(self) -> GrammarMasks | None:

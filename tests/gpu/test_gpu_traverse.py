@@ -22,8 +22,7 @@ from random_drafts import random_drafts
 from traversal_arrays import traversal_arrays
 
 from stand.gpu.kernels.verification.traverse import traverse
-from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import verdict_compiled
+from stand.trees import DraftBatch, DraftTree, compiled
 from stand.verifiers.schedule import packed_parents
 from stand.verifiers.walk import first_in_post_order
 
@@ -31,7 +30,7 @@ from stand.verifiers.walk import first_in_post_order
 def expect(batch: DraftBatch, probs: torch.Tensor, uniforms: np.ndarray) -> tuple[np.ndarray, ...]:
     """(stops, mass, scale, thresholds) by the host's code."""
     arrays = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law)
-    thresholds, mass, scale = verdict_compiled.traversal_thresholds(*arrays, probs.numpy())
+    thresholds, mass, scale = compiled.traversal_thresholds(*arrays, probs.numpy())
     stops = first_in_post_order(
         uniforms < thresholds,
         parents=packed_parents(batch),

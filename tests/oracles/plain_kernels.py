@@ -9,7 +9,7 @@ from waitless_draws import draw_residuals_at
 
 from stand.gpu import device_rule, kernel_attention, step_body
 from stand.laws.sampling import SamplingParams, TargetLaw
-from stand.verifiers import verdict_compiled
+from stand.trees import compiled
 from stand.verifiers.draw import tokens_at
 from stand.verifiers.noise import uniforms_on_device
 
@@ -105,7 +105,7 @@ def traverse(probs, token_ids, parents, offsets, support_ids, law, uniforms, tur
     num_nodes = int(offsets[-1])
     arrays = (token_ids.to(torch.int32), parents, offsets, support_ids, law)
     live = [array[:num_nodes].numpy() if array is not offsets else array.numpy() for array in arrays]
-    thresholds, mass, scale = verdict_compiled.traversal_thresholds(*live, probs[:num_nodes].numpy())
+    thresholds, mass, scale = compiled.traversal_thresholds(*live, probs[:num_nodes].numpy())
     stops = torch.zeros(len(offsets) - 1, dtype=torch.int64)
     for row, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         if first < end:

@@ -8,8 +8,8 @@ import torch
 from drafted_cases import case
 
 from stand.drafters.check import check_batch
-from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import TargetRows, Verdicts, get_verifier, operands, verdict_compiled
+from stand.trees import DraftBatch, DraftTree, compiled
+from stand.verifiers import TargetRows, Verdicts, get_verifier, operands
 from stand.verifiers.draw import draw_residuals, draw_tokens
 
 
@@ -50,14 +50,14 @@ def test_faults_of_a_draft_are_seen_in_one_pass(fault):
 def test_thresholds_and_verdicts_equal_the_array_code(seed, kind, monkeypatch):
     batch, target, noise = case(seed, kind)
     rule = get_verifier("traversal")
-    compiled, kept = rule.thresholds(batch, target), rule.verify(batch, target, noise)
+    fast, kept = rule.thresholds(batch, target), rule.verify(batch, target, noise)
     assert operands.HOST.type == "cpu"
     monkeypatch.setattr(TargetRows, "on_host", lambda self: None)
     arrays, expected = rule.thresholds(batch, target), rule.verify(batch, target, noise)
-    for left, right in zip(compiled, arrays, strict=True):
+    for left, right in zip(fast, arrays, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12)
-    assert compiled[0].max() <= 1 and arrays[0].max() <= 1
-    assert np.all(compiled[0][batch.offsets[:-1]] == 1) and np.all(arrays[0][batch.offsets[:-1]] == 1)  # not rounded
+    assert fast[0].max() <= 1 and arrays[0].max() <= 1
+    assert np.all(fast[0][batch.offsets[:-1]] == 1) and np.all(arrays[0][batch.offsets[:-1]] == 1)  # not rounded
     assert [path.tolist() for path in kept.accepted] == [path.tolist() for path in expected.accepted]
     assert kept.next_tokens.tolist() == expected.next_tokens.tolist()
 
@@ -68,7 +68,7 @@ def test_draws_over_a_grid_of_uniforms_equal_the_array_code():
     for uniform in np.linspace(0, 1, 200, endpoint=False):
         nodes = np.arange(batch.num_nodes)
         uniforms = np.full(len(nodes), uniform)
-        got = verdict_compiled.draw_residuals(target.on_host(), nodes, batch.support_ids, mass, scale, uniforms)
+        got = compiled.draw_residuals(target.on_host(), nodes, batch.support_ids, mass, scale, uniforms)
         expected = draw_residuals(
             target.rows(nodes),
             support_ids=batch.support_ids,
@@ -85,7 +85,7 @@ def test_a_token_of_weight_zero_is_never_drawn():
     support, mass = np.array([[2, 1, -1]], dtype=np.int32), np.array([[0.0, 0.25, 0.0]])
     for uniform in (0.0, 0.3333, 0.34, 1 - 2**-53):
         arguments = (probs, np.array([0]), support, mass, np.ones(1), np.array([uniform]))
-        assert verdict_compiled.draw_residuals(*arguments).tolist() == [1 if uniform < 1 / 3 else 4]
+        assert compiled.draw_residuals(*arguments).tolist() == [1 if uniform < 1 / 3 else 4]
 
 
 @pytest.mark.parametrize("support", [[0, -1], [2, 0], [0, 2], [-1, 0], [-1, -1]])
@@ -97,7 +97,7 @@ def test_any_support_equals_the_array_code(support):
     for heavy, scale in ((0.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.0)):
         mass = np.array([[heavy if token >= 0 else 0.0 for token in support]] * 2)
         supports = np.array([support] * 2, np.int32)
-        got = verdict_compiled.draw_residuals(probs, nodes, supports, mass, np.full(2, scale), uniforms)
+        got = compiled.draw_residuals(probs, nodes, supports, mass, np.full(2, scale), uniforms)
         expected = draw_residuals(
             torch.from_numpy(probs[nodes]),
             support_ids=np.array([support] * count, np.int32),
@@ -121,7 +121,7 @@ def test_many_blocks_equal_the_array_code(support, size):
     nodes, uniforms = np.arange(count) % 4, (np.arange(count) + 0.5) / count
     mass = np.where(np.array(support) >= 0, [40.0, 0.0, 20.0], 0.0)
     for scale in (1.0, 0.25, 0.0 if mass.any() else 0.5):
-        got = verdict_compiled.draw_residuals(
+        got = compiled.draw_residuals(
             probs, nodes, np.array([support] * 4, np.int32), np.tile(mass, (4, 1)), np.full(4, scale), uniforms
         )
         expected = draw_residuals(
@@ -132,7 +132,7 @@ def test_many_blocks_equal_the_array_code(support, size):
             uniforms=uniforms,
         )
         assert got.tolist() == expected.tolist(), scale
-    drawn = verdict_compiled.draw_tokens(probs, nodes, uniforms)
+    drawn = compiled.draw_tokens(probs, nodes, uniforms)
     assert drawn.tolist() == draw_tokens(torch.from_numpy(probs[nodes]), uniforms).tolist()
     assert len(set(drawn.tolist())) > 300
 
@@ -145,12 +145,12 @@ def test_the_largest_uniform_stays_inside_the_weights():
     support = np.tile(np.array([[0, size - 1]], dtype=np.int32), (count, 1))
     mass = np.stack([generator.random(count), np.zeros(count)], axis=1)
     largest = np.full(count, np.nextafter(1.0, 0.0))
-    tokens = verdict_compiled.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
-    assert np.all(verdict_compiled.draw_tokens(probs, np.arange(count), largest) < size // 2)
+    tokens = compiled.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
+    assert np.all(compiled.draw_tokens(probs, np.arange(count), largest) < size // 2)
     assert np.all((tokens > 0) & (tokens < size // 2))
     support = np.tile(np.array([[7, 3, 5, 1, 2]], dtype=np.int32), (count, 1))
     mass = np.hstack([generator.random((count, 4)), np.zeros((count, 1))])
-    on_support = verdict_compiled.draw_residuals(probs, np.arange(count), support, mass, np.zeros(count), largest)
+    on_support = compiled.draw_residuals(probs, np.arange(count), support, mass, np.zeros(count), largest)
     assert set(on_support.tolist()) == {1}  # the last one that has weight
 
 
@@ -160,7 +160,7 @@ def test_a_point_on_an_edge_belongs_to_the_token_after_it():
     mass = np.array([[0.25, 0.0]])
     for uniform, token in ((0.0, 3), (0.25, 0), (0.375, 1), (0.875, 2)):
         arguments = (probs, np.array([0]), support, mass, np.ones(1), np.array([uniform]))
-        assert verdict_compiled.draw_residuals(*arguments).tolist() == [token]
+        assert compiled.draw_residuals(*arguments).tolist() == [token]
 
 
 def test_a_point_past_the_end_belongs_to_the_last_token_with_a_weight():
@@ -168,7 +168,7 @@ def test_a_point_past_the_end_belongs_to_the_last_token_with_a_weight():
     probs, support = np.zeros((1, 10_000)), np.array([[-1]], dtype=np.int32)
     probs[0, [1, 3]] = 0.5
     arguments = (probs, np.array([0]), support, np.zeros((1, 1)), np.ones(1), np.array([1.0]))
-    assert verdict_compiled.draw_residuals(*arguments).tolist() == [3]
+    assert compiled.draw_residuals(*arguments).tolist() == [3]
 
 
 def test_supports_do_not_reach_into_later_rows():
@@ -176,7 +176,7 @@ def test_supports_do_not_reach_into_later_rows():
     probs = np.array([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
     support, mass = np.array([[0, 1], [-1, -1]], dtype=np.int32), np.array([[0.5, 0.5], [0.0, 0.0]])
     nodes, uniforms = np.array([0, 1, 1, 1]), np.array([0.1, 0.1, 0.6, 0.9])
-    drawn = verdict_compiled.draw_residuals(probs, nodes, support, mass, np.ones(2), uniforms)
+    drawn = compiled.draw_residuals(probs, nodes, support, mass, np.ones(2), uniforms)
     assert drawn.tolist() == [0, 0, 1, 2]
 
 
@@ -185,7 +185,7 @@ def test_nothing_negative_is_left_outside_a_support_that_holds_everything():
     token_ids, parents, offsets = np.array([0, 0], np.int32), np.array([-1, 0], np.int32), np.array([0, 2], np.int32)
     support = np.array([[0, 1, 2], [0, 1, 2]], dtype=np.int32)
     law, probs = np.array([[0, 0, 0], [0.6, 0.2, 0.2]]), np.array([[0.3, 0.6, 0.1], [0.3, 0.6, 0.1000003]])
-    passing, _, _ = verdict_compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
+    passing, _, _ = compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
     assert passing[1] == pytest.approx(0.5 * 1.0000003, abs=1e-9)
 
 
@@ -194,10 +194,10 @@ def test_rows_without_weight_are_refused_wherever_they_stand():
     arguments = (support, np.zeros((3, 1)), np.ones(3))
     for nodes in ([1], [0, 1], [1, 2], [2, 1, 0]):
         with pytest.raises(ValueError, match="positive sum, got none"):
-            verdict_compiled.draw_residuals(probs, np.array(nodes), *arguments, np.full(len(nodes), 0.25))
+            compiled.draw_residuals(probs, np.array(nodes), *arguments, np.full(len(nodes), 0.25))
         with pytest.raises(ValueError, match="positive sum, got none"):
-            verdict_compiled.draw_tokens(probs, np.array(nodes), np.full(len(nodes), 0.25))
-    assert verdict_compiled.draw_residuals(probs, np.array([0, 2]), *arguments, np.full(2, 0.25)).tolist() == [0, 0]
+            compiled.draw_tokens(probs, np.array(nodes), np.full(len(nodes), 0.25))
+    assert compiled.draw_residuals(probs, np.array([0, 2]), *arguments, np.full(2, 0.25)).tolist() == [0, 0]
 
 
 def test_what_the_law_cannot_have_drawn_inherits_nothing():
@@ -206,11 +206,11 @@ def test_what_the_law_cannot_have_drawn_inherits_nothing():
     offsets, probs = np.array([0, 3], np.int32), np.array([[0.25, 0.5, 0.25]] * 3)
     support = np.array([[0, 1, -1], [-1, -1, -1], [-1, -1, -1]], dtype=np.int32)
     law = np.array([[0, 0, 0], [1, 0, 0], [0.5, 0.5, 0]], dtype=np.float64)
-    passing, _, _ = verdict_compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
+    passing, _, _ = compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
     assert passing.tolist() == [1.0, 0.0, 0.0]
     law = np.array([[0, 0, 0], [0.25, 0.5, 0.25], [0, 0, 1]])
     support[0] = [0, 1, 2]
-    passing, mass, scale = verdict_compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
+    passing, mass, scale = compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
     assert passing.tolist() == [1.0, 1.0, 0.25]
     assert mass[0].tolist() == pytest.approx([1 / 3, 2 / 3, 0]) and scale[0] == pytest.approx(4 / 3)
 
@@ -260,7 +260,7 @@ def test_weights_that_underflowed_give_way_to_the_target():
     support, mass = np.array([[1]], dtype=np.int32), np.zeros((1, 1))
     for uniform, token in ((0.5, 1), (0.8, 2)):
         arguments = (probs, np.array([0]), support, mass, np.zeros(1), np.array([uniform]))
-        assert verdict_compiled.draw_residuals(*arguments).tolist() == [token]
+        assert compiled.draw_residuals(*arguments).tolist() == [token]
 
 
 def test_a_point_at_a_blocks_end_belongs_to_the_next_one():
@@ -268,7 +268,7 @@ def test_a_point_at_a_blocks_end_belongs_to_the_next_one():
     probs = np.zeros((1, 512))
     probs[0, [0, 256]] = 0.5
     for uniform, token in [(0.5, 256), (np.nextafter(0.5, 0.0), 0)]:
-        assert verdict_compiled.draw_tokens(probs, np.array([0]), np.array([uniform])).tolist() == [token]
+        assert compiled.draw_tokens(probs, np.array([0]), np.array([uniform])).tolist() == [token]
         assert draw_tokens(torch.from_numpy(probs), np.array([uniform])).tolist() == [token]
 
 

@@ -19,7 +19,8 @@ from exact import (
 )
 from exact_draws import draw_laws, support_first
 
-from stand.verifiers import TargetRows, draw_tokens, get_verifier, verdict_compiled
+from stand.trees import compiled
+from stand.verifiers import TargetRows, draw_tokens, get_verifier
 from stand.verifiers.draw import BLOCK_SIZE, draw_residuals
 
 BOUND = 1e-9
@@ -27,7 +28,7 @@ COUNT, SIZE = 40, 7
 
 
 def compiled_tokens(rows: torch.Tensor, points: np.ndarray) -> np.ndarray:
-    return verdict_compiled.draw_tokens(rows.numpy(), np.arange(len(rows)), points)
+    return compiled.draw_tokens(rows.numpy(), np.arange(len(rows)), points)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -43,8 +44,8 @@ def test_tokens_by_their_weights(draw_tokens, dtype):
     assert np.abs(laws - weights / weights.sum(axis=1, keepdims=True)).max() < BOUND
 
 
-def compiled(probs, support, mass, scale, points):
-    return verdict_compiled.draw_residuals(probs, np.arange(len(probs)), support, mass, scale, points)
+def compiled_residuals(probs, support, mass, scale, points):
+    return compiled.draw_residuals(probs, np.arange(len(probs)), support, mass, scale, points)
 
 
 def arrays(probs, support, mass, scale, points):
@@ -53,7 +54,7 @@ def arrays(probs, support, mass, scale, points):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("draw", [compiled, arrays])
+@pytest.mark.parametrize("draw", [compiled_residuals, arrays])
 def test_residuals_by_their_weights(draw, dtype):
     """Masses on a support, a scale elsewhere; padding, masses and scales of zero among them."""
     generator = np.random.default_rng(2)

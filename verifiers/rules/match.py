@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stand.trees import DraftBatch
-from stand.verifiers import verdict_compiled
+from stand.trees import DraftBatch, compiled
 from stand.verifiers.draw import draw_tokens
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array, Operands
@@ -56,7 +55,7 @@ def _draw(target: TargetRows, nodes: np.ndarray, uniforms: np.ndarray) -> np.nda
     probs = target.on_host()
     if probs is None:
         return draw_tokens(target.rows(nodes), uniforms)
-    return verdict_compiled.draw_tokens(probs, nodes, uniforms)
+    return compiled.draw_tokens(probs, nodes, uniforms)
 
 
 def follow_drawn(batch: DraftBatch, target: TargetRows, draw: Draw) -> Verdicts:

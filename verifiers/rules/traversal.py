@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stand.trees import DraftBatch
-from stand.verifiers import verdict_compiled
+from stand.trees import DraftBatch, compiled
 from stand.verifiers.operands import Array, Operands
 from stand.verifiers.requirements import Requirements
 from stand.verifiers.schedule import Schedule
@@ -36,7 +35,7 @@ class TraversalVerifier(ThresholdVerifier):
         probs = target.on_host()
         if probs is not None and np.dtype(dtype) == np.float64:
             target.check(batch)
-            return verdict_compiled.traversal_thresholds(
+            return compiled.traversal_thresholds(
                 batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law, probs
             )
         schedule = Schedule.by_depth_and_rank(batch)

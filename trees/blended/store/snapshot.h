@@ -1,5 +1,5 @@
 // A blended lookup as plain arrays, for files: the empty context, then contexts from the root down, each before the
-// contexts below it.
+// contexts below it. What is marked as cold is compiled for its size.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline int32_t bucket_at(int32_t place) {
     return entry_bucket(place / ENTRY_BUCKETS, weight, age, rank);
 }
 
-inline void append_context(const BlendedLookup& lookup, uint32_t reference, Snapshot& snapshot) {
+[[gnu::cold]] inline void append_context(const BlendedLookup& lookup, uint32_t reference, Snapshot& snapshot) {
     const Block* block = lookup.arena.at(reference);
     snapshot.sizes.push_back(block->size);
     snapshot.visits.push_back(block->visits);
@@ -45,7 +45,7 @@ inline void append_context(const BlendedLookup& lookup, uint32_t reference, Snap
 constexpr int64_t TURN_CONTEXTS = 1024;  // copied before others have the lookup
 
 // What is learned meanwhile is in it or not, by root: contexts of different roots share nothing.
-inline void take_snapshot(const BlendedLookup& lookup, Snapshot& snapshot) {
+[[gnu::cold]] inline void take_snapshot(const BlendedLookup& lookup, Snapshot& snapshot) {
     Turn turn(lookup.mutex, TURN_CONTEXTS);
     // It was made before all others.
     if (lookup.empty_context() != 0) append_context(lookup, lookup.empty_context(), snapshot);
@@ -84,7 +84,7 @@ class SnapshotReader {
     SnapshotReader(const SnapshotView& snapshot, BlendedLookup& lookup, bool is_its_cap)
         : snapshot_(snapshot), lookup_(lookup), is_its_cap_(is_its_cap) {}
 
-    Restored read() {
+    [[gnu::cold]] Restored read() {
         if (snapshot_.num_contexts > 0) {
             const Restored result = read_context(0, 0, 0, 0);
             if (result != Restored::complete) return result;
@@ -105,7 +105,7 @@ class SnapshotReader {
     const bool is_its_cap_;
     int64_t context_ = 0, entry_ = 0;
 
-    Restored read_context(int32_t order, uint32_t parent, int32_t position, uint32_t token) {
+    [[gnu::cold]] Restored read_context(int32_t order, uint32_t parent, int32_t position, uint32_t token) {
         if ((order > lookup_.depth() && order != SKIP) || context_ >= snapshot_.num_contexts) return Restored::damaged;
         const int32_t size = snapshot_.sizes[context_], visits = snapshot_.visits[context_++];
         if (size > BlendedLookup::max_entries(order) || (size > 0 && visits == 0)) return Restored::damaged;
@@ -128,7 +128,7 @@ class SnapshotReader {
         return Restored::complete;
     }
 
-    bool read_entry(Block* block, int64_t entry) {
+    [[gnu::cold]] bool read_entry(Block* block, int64_t entry) {
         const uint32_t token = snapshot_.tokens[entry];
         if (token > INT32_MAX || snapshot_.has_child[entry] > 1 || find_entry(block, token) >= 0) return false;
         const int32_t position = block->size++;
@@ -140,7 +140,7 @@ class SnapshotReader {
         return true;
     }
 
-    Restored read_odds() {
+    [[gnu::cold]] Restored read_odds() {
         const float* factors = snapshot_.odds + NUM_CHOICES;
         for (int64_t i = 0; i < NUM_CHOICES; ++i)
             if (!(snapshot_.odds[i] >= 1e-4f && snapshot_.odds[i] <= 1e4f)) return Restored::damaged;

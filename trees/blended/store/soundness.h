@@ -6,7 +6,7 @@
 
 namespace stand {
 
-inline const char* BlendedLookup::find_fault() const {
+[[gnu::cold]] inline const char* BlendedLookup::find_fault() const {
     const std::lock_guard guard(mutex);
     if (nbytes() > settings.max_bytes) return "more bytes than max_bytes";
     int64_t num_reached = 0;
@@ -34,7 +34,8 @@ inline const char* BlendedLookup::find_fault() const {
     return num_reached == arena.num_blocks() ? nullptr : "contexts that nothing leads to and that nothing will free";
 }
 
-inline const char* BlendedLookup::find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const {
+[[gnu::cold]] inline const char* BlendedLookup::find_fault_below(uint32_t reference, int32_t order,
+                                                                int64_t& num_reached) const {
     const Block* block = arena.at(reference);
     ++num_reached;
     if (order_of(block) != order || (order > depth() && order != SKIP)) return "a context of the wrong order";
@@ -51,7 +52,7 @@ inline const char* BlendedLookup::find_fault_below(uint32_t reference, int32_t o
     return nullptr;
 }
 
-inline bool BlendedLookup::ends_are_sound() const {
+[[gnu::cold]] inline bool BlendedLookup::ends_are_sound() const {
     for (int32_t place = 0; place < EndCache::NUM_ENDS; ++place) {
         const uint32_t* window = ends_.window_at(place);
         if (window == nullptr) continue;

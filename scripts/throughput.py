@@ -279,9 +279,9 @@ def run_long(arguments: argparse.Namespace, lines: JsonLines, interruption: Inte
     costs = step_costs(arguments, model, tokenizer) if arguments.only == "drafted" else None
     engine = new_engine(arguments, model, tokenizer, costs)
     header = {**conditions(arguments, costs), "problems_digest": digest_of(this_run.tasks)}
-    say(f"{len(this_run.done)} of {this_run.total} trajectories were done before")
+    say(f"{this_run.num_over} of {this_run.total} trajectories were done before, or are not needed any more")
     try:
-        progress = RunProgress(this_run.total, len(this_run.done))
+        progress = RunProgress(this_run.total, this_run.num_over)
         this_run.draw(engine, lines, progress, interruption, header=None if lines.earlier else header)
     finally:
         print(this_run.table(), end="\n\n")

@@ -14,7 +14,6 @@ from stand.drafters.check import check_batch, check_within
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
-from stand.forward.ranks import Ranks
 from stand.forward.tree_attention import exclusive, is_awaited
 from stand.laws.grammars.masks import GrammarMasks
 from stand.laws.logprobs import LogprobNotes, StepLogprobs
@@ -24,7 +23,7 @@ from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.arrivals import Arrivals
 from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.prompt_keys import PromptKeys
-from stand.scheduling.request import Job
+from stand.scheduling.request import Job, same_on_all
 from stand.scheduling.scheduler import Change, Entry, Scheduler
 from stand.seeds import seed_with_prompt
 from stand.stats import Stats
@@ -67,7 +66,7 @@ class Call:
         self.stats = Stats()
         self._border = switching_length(model)  # of rows, see `stand.forward.long_factors`
         self._is_open = isinstance(jobs, Arrivals)  # further requests may come
-        told = jobs if self._is_open else _same_on_all(backend.ranks, jobs, logprobs)
+        told = jobs if self._is_open else same_on_all(backend.ranks, jobs, logprobs)
         self.scheduler = Scheduler(told, admission, border=self._border)
         self._model = model
         self._vocabulary_size = text_config(model).vocab_size
@@ -339,14 +338,17 @@ class Call:
                 )
         if self.logprobs is not None:
             read = self.logprobs.read(self._step.logprobs, batch, verdicts.accepted, gained)
-        ends = list(gained)  # a place for each
+        ends: list[End] = []
         for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
-            stop = self.scheduler.job_of(row).stop
-            told = read.of(place, len(tokens)) if stop.wants_logprobs else None
-            ends[place] = stop.cut(row, tokens, elapsed=elapsed, logprobs=told)
-        if self._has_processors:
-            for place, error in self._law.failures(batch, verdicts.accepted, [emitted for emitted, _ in ends]):
-                self.scheduler.fail(live.rows[place], error)
+            stop, count, error = self.scheduler.job_of(row).stop, len(tokens), None
+            if self._has_processors:
+                count, error = self._law.sound(batch, place, verdicts.accepted[place])
+            told = read.of(place, count) if stop.wants_logprobs else None
+            emitted, reason = stop.cut(row, tokens[:count], elapsed=elapsed, logprobs=told)
+            if error is not None and (reason is None or not emitted):
+                self.scheduler.fail(row, error)
+                reason = "cancelled"
+            ends.append((emitted, reason))
         return verdicts, gained, ends, read
 
     def _commit(
@@ -388,12 +390,3 @@ class Call:
         if self._is_learning:
             self._drafter.learn(lesson)
         self.stats.work_on(interrupted)
-
-
-def _same_on_all(ranks: Ranks, jobs: Iterable[Job], logprobs: LogprobNotes | None) -> Iterator[Job]:
-    """The jobs, each once all ranks have read the same one."""
-    ranks.check_alike(None if logprobs is None else (logprobs.count, logprobs.kind), "logprobs or logprobs_mode")
-    for job in jobs:
-        ranks.check_alike((job.rows, job.limit, job.prompt.tobytes(), job.shown), "prompts or limits")
-        yield job
-    ranks.check_alike(None, "prompts or limits")

@@ -47,6 +47,8 @@ class LongRun:
         if earlier:
             _check_same_run(arguments, tasks, earlier[0])
         this.done = {line["row"]: line for line in earlier if "row" in line}
+        for place in range(len(tasks)):
+            this._needed(place)
         drawn = 1 + max(this.done, default=-1) // len(tasks)
         if this.count < drawn:
             raise ValueError(
@@ -61,8 +63,13 @@ class LongRun:
 
     @property
     def num_given_up(self) -> int:
-        """Rows that the votes, as far as they were counted, do not need any more."""
+        """Rows that the votes do not need any more."""
         return sum(self._given_up.values())
+
+    @property
+    def num_over(self) -> int:
+        """Rows that are drawn, or not needed any more."""
+        return len(self.done) + self.num_given_up
 
     def _needed(self, place: int) -> list[int]:
         """Rows of a problem that no session has finished; none where its vote is decided."""
@@ -118,7 +125,7 @@ class LongRun:
                 self.done[trajectory.row] = line
                 if not self._needed(trajectory.id):
                     run.cancel(trajectory.id)
-                progress.count(len(self.done) + self.num_given_up)
+                progress.count(self.num_over)
         finally:
             progress.close(run)
 
@@ -163,7 +170,7 @@ class LongRun:
         tokens, steps = (sum(line[name] for line in self.done.values()) for name in ("num_tokens", "num_steps"))
         return {
             "trajectories": len(self.done),
-            "is_complete": len(self.done) + self.num_given_up == self.total,
+            "is_complete": self.num_over == self.total,
             "num_given_up": self.num_given_up,
             "num_tokens": tokens,
             "num_steps": steps,

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 
 NUMBER = r"([-+]?\d[\d,]*)"
 BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*" + NUMBER + r"\s*\}")
+BRACES = re.compile(r"\\boxed\{|[{}]")
 WHOLE = r"(?![./]?\d)"  # 12.5 does not state 12
 STATED = re.compile(r"answer\s*(?:is)?\s*[:=]?\s*\**\s*\$?\s*" + NUMBER + WHOLE, re.IGNORECASE)
 THINK_END = "</think>"
@@ -32,15 +33,14 @@ def extract_answer(text: str) -> int | None:
 
 def boxed_text(text: str) -> str | None:
     """What the last `\\boxed{...}` holds, braces within it included; None without one that is closed."""
-    found = None
-    for begun in re.finditer(r"\\boxed\{", text):
-        depth, start = 1, begun.end()
-        for place in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                found = text[start:place]
-                break
-    return found
+    open_at: list[int | None] = []  # by brace that is not closed: where a box's text begins
+    start, end = -1, None
+    for brace in BRACES.finditer(text):
+        if brace.group() != "}":
+            open_at.append(brace.end() if len(brace.group()) > 1 else None)
+        elif open_at and (begun := open_at.pop()) is not None and begun > start:
+            start, end = begun, brace.start()
+    return None if end is None else text[start:end]
 
 
 def majority_answer(answers: Sequence[int | None]) -> int | None:

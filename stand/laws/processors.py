@@ -147,7 +147,10 @@ class ProcessorChain:
         reviving = {place for place, kind in enumerate(self._kinds) if kind in REVIVING}
         # Asked depth by depth: all up to the last that knows no other texts, or that brings forbidden tokens back.
         self._num_by_depth = 1 + max(by_depth | reviving) if by_depth else 0
-        self._telling = [one for one in self._runners.values() if isinstance(one, (GrammarMasks, AllowedTokens))]
+        self._mends_scores = library.InfNanRemoveLogitsProcessor in self._kinds
+        telling = {place: one for place, one in self._runners.items() if isinstance(one, (GrammarMasks, AllowedTokens))}
+        self._telling = list(telling.values())
+        self._told_by_depth = [one for place, one in telling.items() if place < self._num_by_depth]
         self._may_leave_none = _can_leave_none(first)
         self._seen = SeenTokens()
         self._errors: dict[int, Exception] = {}  # by node of the last call at which no token may be drawn: why
@@ -173,11 +176,13 @@ class ProcessorChain:
             self.by_request.pop(row.request, None)
             self._ends.pop(row.request, None)
 
-    def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
+    def __call__(
+        self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row], *, temperature: float = 1.0
+    ) -> torch.Tensor:
         """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones.
 
-        Where processors leave a node no law the raw scores stay: plain decoding may never come there. If a row does,
-        `first_error` says so.
+        Where processors leave a node no law at this temperature the raw scores stay: plain decoding may never come
+        there. If a row does, `sound` says so.
         """
         nodes = nodes_of(batch, rows) if self._has_prefixes or self._may_leave_none else []
         processed = self._by_depth(scores, nodes) if self._num_by_depth else scores
@@ -185,10 +190,10 @@ class ProcessorChain:
         processed = self._run(later, processed, nodes, request=rows[0].request)
         self._errors = {}
         if self._may_leave_none:
-            best = processed.amax(dim=1).tolist()
+            best = (processed.amax(dim=1) / temperature).tolist()
             broken = [node for node in nodes if not math.isfinite(best[node.place])]
             lines = [node.place for node in broken]
-            processed[lines] = scores[lines]
+            processed[lines] = scores[lines].nan_to_num() if self._mends_scores else scores[lines]
             self._errors = {node.place: _no_law(best[node.place], node) for node in broken}
         for runner in self._telling:
             found = ((node.place, runner.error_at(node)) for node in nodes)
@@ -200,9 +205,11 @@ class ProcessorChain:
         """The first processor of a grammar library."""
         return next((runner for runner in self._runners.values() if isinstance(runner, GrammarMasks)), None)
 
-    def first_error(self, places: Iterable[int]) -> Exception | None:
-        """What is wrong with the first node, among these of the last call, at which no token may be drawn."""
-        return next((self._errors[place] for place in places if place in self._errors), None)
+    def sound(self, places: Sequence[int]) -> tuple[int, Exception | None]:
+        """How many of these nodes of the last call come before the first one at which no token may be drawn, and what
+        is wrong with that."""
+        found = ((count, self._errors[place]) for count, place in enumerate(places) if place in self._errors)
+        return next(found, (len(places), None))
 
     def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """The processors that are asked depth by depth, and never below a token that they forbid or that ends the row:
@@ -212,7 +219,7 @@ class ProcessorChain:
             places = [node.place for node in reached]
             request = reached[0].row.request
             scores[places] = self._run(range(self._num_by_depth), scores[places], reached, request=request)
-            parents = set(places)
+            parents = {node.place for node in reached if not any(one.error_at(node) for one in self._told_by_depth)}
             below = [node for node in nodes if node.path and node.parent in parents]
             reached = list(compress(below, self._are_open(scores, below)))
         return scores
@@ -221,7 +228,7 @@ class ProcessorChain:
         """By node below a root: whether its token is neither forbidden at its parent nor ends the row."""
         own = scores[[node.parent for node in drafted], [node.path[-1] for node in drafted]].tolist()
         return [
-            score > -math.inf and node.path[-1] not in self._ends[node.row.request]
+            math.isfinite(score) and node.path[-1] not in self._ends[node.row.request]
             for node, score in zip(drafted, own, strict=True)
         ]
 

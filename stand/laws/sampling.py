@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,19 +123,15 @@ class TargetLaw:
     def process(self, logits: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] logits of any float dtype -> [M, V] float32 scores, before temperature and filters."""
         scores = logits.float()
-        return scores if self._processors is None else self._processors(scores, batch, rows)
+        if self._processors is None:
+            return scores
+        return self._processors(scores, batch, rows, temperature=self.params.temperature or 1.0)
 
-    def failures(
-        self, batch: DraftBatch, accepted: Sequence[np.ndarray], num_drawn: Sequence[int]
-    ) -> Iterator[tuple[int, Exception]]:
-        """(place, what is wrong) of every row with a token, of its `num_drawn`, drawn where processors left no law.
-
-        accepted: by row, its nodes of the kept path, as of the last step that was `process`ed."""
-        rows = zip(batch.offsets.tolist(), accepted, num_drawn, strict=False)
-        for place, (first, path, count) in enumerate(rows if self._processors is not None else ()):
-            error = self._processors.first_error([first, *(first + path).tolist()][:count])
-            if error is not None:
-                yield place, error
+    def sound(self, batch: DraftBatch, place: int, path: np.ndarray) -> tuple[int, Exception | None]:
+        """How many tokens a row drew before the first node of its kept path at which processors left no law, and what
+        is wrong there; as of the last step that was `process`ed."""
+        first = int(batch.offsets[place])
+        return self._processors.sound([first, *(first + path).tolist()])
 
     @property
     def grammar(self) -> GrammarMasks | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from stand.laws.logprobs import TokenLogprobs
+from stand.forward.ranks import Ranks
+from stand.laws.logprobs import LogprobNotes, TokenLogprobs
 from stand.media.media import Media
 from stand.texts.stop import StopRule
 
@@ -70,3 +71,12 @@ class Job:
 def which_request(number: int, id: object) -> str:
     """A note for the error of a request, by its number in the run and its id."""
     return f"request {number} of the run, counted from 0{'' if id is None else f', with the id {id!r}'}"
+
+
+def same_on_all(ranks: Ranks, jobs: Iterable[Job], logprobs: LogprobNotes | None) -> Iterator[Job]:
+    """The jobs, each once all ranks have read the same one."""
+    ranks.check_alike(None if logprobs is None else (logprobs.count, logprobs.kind), "logprobs or logprobs_mode")
+    for job in jobs:
+        ranks.check_alike((job.rows, job.limit, job.prompt.tobytes(), job.shown), "prompts or limits")
+        yield job
+    ranks.check_alike(None, "prompts or limits")

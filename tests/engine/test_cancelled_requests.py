@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 from tiny_models import tiny_model
 from with_pages import needs_pages
@@ -72,6 +73,12 @@ def test_all_may_be_cancelled_and_an_id_may_be_anything():
     for id in (None, [1], 2.0):
         run = engine_of().run([stand.Request([7], id=id)], on_step=lambda run, id=id: run.cancel(id), **SETTINGS)
         assert len(list(run)) <= 1 and run.stats.num_forwards == 1
+    pair = np.array([1, 2])
+    others = [stand.Request([5], id=pair), stand.Request([9], id="a")]
+    for id, kept in ((pair, ["a"]), ("a", [pair]), (np.array([1, 2]), [pair, "a"])):
+        run = engine_of().run(others, on_step=lambda run, id=id: run.cancel(id), **{**SETTINGS, "stop_token_ids": []})
+        found = sorted((one.row, one.id) for one in run)
+        assert all(one is other for (_, one), other in zip(found, kept, strict=True))
     run = engine_of().run([], **SETTINGS)
     run.cancel("a")
     assert list(run) == []

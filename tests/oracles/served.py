@@ -1,5 +1,6 @@
 """A server for OpenAI's clients in a thread of the test's process, and their own client."""
 
+import json
 import re
 import threading
 import time
@@ -13,6 +14,17 @@ import stand
 from stand.plugins.server import __main__ as command
 from stand.plugins.server.answers import Answers
 
+CALLS = {  # TAtrueU calls the tool A with the argument true
+    "defaults": {"role": "assistant"},
+    "start_anchor": "ABC",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "T(?P<name>[A-D])", "close": "U", "content": "json", "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": "=", "content": "text"},
+    },
+}  # fmt: skip
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -65,3 +77,10 @@ class Served:
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+
+def written(tokenizer, text: str) -> dict:
+    """Settings by which an answer to a prompt that ends with its first letter is the rest of the text."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    biases = [[[first, second], 1e4] for first, second in zip(tokens, tokens[1:], strict=False)]
+    return {"extra_body": {"generation_config": json.dumps({"sequence_bias": biases})}}

@@ -29,12 +29,13 @@ import openai
 from free_port import free_port
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
-from served import TEMPLATE, Served
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as ResponseParams
+from served import CALLS, TEMPLATE, Served, written
 from transformers import GenerationConfig
 
 from stand.plugins.server import __main__ as command
 from stand.plugins.server.answers import ASKED, Answers
-from stand.plugins.server.asked import NEUTRAL, OF_CHATS, OF_TEXTS, OF_THE_CLIENT, Asked, check_fields
+from stand.plugins.server.asked import NEUTRAL, OF_CHATS, OF_RESPONSES, OF_TEXTS, OF_THE_CLIENT, Asked, check_fields
 from stand.plugins.server.streams import Begun, _Streamer, before_stop
 
 
@@ -261,7 +262,9 @@ def test_errors_have_the_form_of_openais(letters, path, body):
     assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("params", "served"), [(ChatParams, OF_CHATS), (TextParams, OF_TEXTS)])
+@pytest.mark.parametrize(
+    ("params", "served"), [(ChatParams, OF_CHATS), (TextParams, OF_TEXTS), (ResponseParams, OF_RESPONSES)]
+)
 def test_every_field_of_the_client_is_served_harmless_or_refused(params, served):
     fields = set(typing.get_type_hints(params))
     assert len(fields) > 15
@@ -406,26 +409,6 @@ def test_token_ids_that_are_none_are_refused_beside_laws_too(tmp_path):
                 served.text(prompt, max_tokens=3, extra_body={"thinking_token_budget": 3})
     finally:
         served.end()
-
-
-CALLS = {  # TAtrueU calls the tool A with the argument true
-    "defaults": {"role": "assistant"},
-    "start_anchor": "ABC",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": "T(?P<name>[A-D])", "close": "U", "content": "json", "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {"close_pattern": "=", "content": "text"},
-    },
-}  # fmt: skip
-
-
-def written(tokenizer, text: str) -> dict:
-    """Settings by which an answer to a prompt that ends with its first letter is the rest of the text."""
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    biases = [[[first, second], 1e4] for first, second in zip(tokens, tokens[1:], strict=False)]
-    return {"extra_body": {"generation_config": json.dumps({"sequence_bias": biases})}}
 
 
 @pytest.mark.parametrize(

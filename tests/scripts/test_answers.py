@@ -64,6 +64,9 @@ def test_a_vote_is_decided_where_nothing_could_change_it(num_known, num_missing)
         (r"\boxed{} {", ""),
         (r"\boxed{5} then \boxed{6", "5"),
         (r"\boxed 7", None),
+        (r"} \boxed{8}} {\boxed{9", "8"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        pytest.param(r"\boxed{" * 100_000, None, id="a loop of boxes"),
         ("", None),
     ],
 )

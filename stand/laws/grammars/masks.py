@@ -31,7 +31,10 @@ class _Walk:
         fresh = row.new_token_ids[self.matcher.num_taken :].tolist()
         if fresh:
             self.words, self.errors = {}, {}
-            self.matcher.follow(fresh)
+            try:
+                self.matcher.follow(fresh)
+            except RuntimeError as error:  # a token that another processor has brought back
+                self.errors[()] = error
 
     def write(self, paths: dict[int, tuple[int, ...]], words: np.ndarray) -> None:
         """Masks of these nodes, by their lines of `words`; each path begins where the last one ended. The grammar is

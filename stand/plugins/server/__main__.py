@@ -25,6 +25,7 @@ from stand.plugins.open_runs import ClosedError
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.plugins.server.answers import Answers, OneManager
 from stand.plugins.server.handlers import ChatHandler, TextHandler
+from stand.plugins.server.responses import ResponseHandler
 from stand.trees import BlendedLookup
 from stand.wrapping import wrap
 
@@ -50,6 +51,7 @@ def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dic
     state = OneManager(manager)
     chats = ChatHandler(models, state, chat_template_kwargs=chat_template_kwargs)
     texts = TextHandler(models, state)
+    responses = ResponseHandler(models, state, chat_template_kwargs=chat_template_kwargs)
     begun = int(time.time())
     app = FastAPI()
     for kind, status in ((ValueError, 400), (TemplateError, 400), (ClosedError, 503), (Exception, 500)):
@@ -64,6 +66,10 @@ def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dic
     @app.post("/v1/completions")
     async def text(request: Request, body: dict) -> object:
         return await _while_connected(request, texts.handle_request(_given(body), _name("cmpl", request)))
+
+    @app.post("/v1/responses")
+    async def respond(request: Request, body: dict) -> object:
+        return await _while_connected(request, responses.handle_request(_given(body), _name("stand", request)))
 
     def shown() -> dict:
         return {"id": models.force_model, "object": "model", "created": begun, "owned_by": "stand"}

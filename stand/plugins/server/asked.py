@@ -21,16 +21,20 @@ OF_CHATS = SERVED | {
     "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "chat_template_kwargs",
 }  # fmt: skip
 OF_TEXTS = SERVED | {"prompt"}
+OF_RESPONSES = SERVED - {"max_tokens", "stop", "n", "logprobs"} | {
+    "input", "instructions", "max_output_tokens", "text", "tools", "chat_template_kwargs",
+}  # fmt: skip
 OF_THE_CLIENT = frozenset({  # no answer depends on them
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
     "stream_options", "user",
 })  # fmt: skip
 NEUTRAL = {  # values by which a field asks for nothing
-    "best_of": (1,), "echo": (False,), "function_call": ("auto",), "functions": ([],), "modalities": (["text"],),
-    "parallel_tool_calls": (True,), "suffix": ("",), "tool_choice": ("auto", "none"),
+    "background": (False,), "best_of": (1,), "echo": (False,), "function_call": ("auto",), "functions": ([],),
+    "include": ([],), "modalities": (["text"],), "parallel_tool_calls": (True,), "suffix": ("",),
+    "tool_choice": ("auto", "none"), "truncation": ("disabled",),
 }  # fmt: skip
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
-WHOLE = ("max_tokens", "max_completion_tokens", "top_k", "seed")
+WHOLE = ("max_tokens", "max_completion_tokens", "max_output_tokens", "top_k", "seed")
 OF_THE_SERVER = frozenset({"add_generation_prompt", "tokenize", "return_tensors", "return_dict", "tools"})
 MOST_ANSWERS = 1024  # of a request: those of later ones wait for them
 MOST_LOGPROBS = 20  # per place, as OpenAI has it

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import Modality, build_response_parser
+from transformers.cli.serving.utils import BaseHandler, Modality, build_response_parser
 
 from stand.plugins.logprob_places import bytes_of, places_of, texts_of
 from stand.plugins.server.answers import ASKED, Answers, Ready
@@ -35,13 +35,23 @@ PARTS = {  # of contents, by what a model takes
 }
 
 
-class _Checked:
+class Checked:
     """Before a handler of transformers: what it would ignore is refused, several answers and log-probabilities are
     given, and a temperature above 0 switches sampling on, as in `Engine.generate`."""
+
+    _served: frozenset[str]  # fields of requests
+    _beside: tuple[Body, ...] = ()  # what transformers' handler is told beside the model, before the inputs
 
     def _validate_request(self, body: Body) -> None:
         check_fields(body, self._served)
         Asked.of(body)
+
+    def _check_tools(self, body: Body) -> None:
+        if body.get("tools"):
+            processor = self._resolve_model({"model": body.get("model")})[2]
+            template = str(getattr(processor, "chat_template", None) or "")
+            if "tools" not in template:
+                raise ValueError("tools must be left out, got some; the model's chat template shows it none")
 
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
@@ -64,8 +74,22 @@ class _Checked:
         return config
 
     async def handle_request(self, body: Body, request_id: str) -> object:
-        response = await super().handle_request(body, request_id)
+        given = {name: value for name, value in body.items() if name != "tools" or body.get("tool_choice") != "none"}
+        response = await super().handle_request(given, request_id)
         return await response if isawaitable(response) else response  # a stream, see below
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[Body], modality: Modality) -> list[Body]:
+        """Transformers leaves out what a model does not take."""
+        allowed = PARTS.get(modality, TEXT)
+        parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+        kinds = sorted({part["type"] for part in parts} - allowed)
+        if kinds:
+            taken, got = ", ".join(sorted(allowed)), ", ".join(kinds)
+            raise ValueError(
+                f"contents must be of {taken} for this model, got {got}; leave them out, or ask another one"
+            )
+        return BaseHandler.get_processor_inputs_from_messages(messages, modality)
 
     async def _streaming(
         self,
@@ -81,9 +105,9 @@ class _Checked:
     ) -> StreamingResponse:
         """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
         begun = Begun(await gen_manager.begun(inputs, gen_config))
-        told = (request_id, model, processor, model_id, inputs, gen_config, begun)
+        told = (request_id, model, processor, model_id, *self._beside, inputs, gen_config, begun)
         response = super()._streaming(*told, *more, **beside)
-        response.body_iterator = _with_end(response.body_iterator)
+        response.body_iterator = self._events(response.body_iterator, gen_config)
         return response
 
     async def _non_streaming(
@@ -101,7 +125,7 @@ class _Checked:
         answers = await gen_manager.answers(inputs, gen_config)
         made: list[Body] = []
         for answer in answers:
-            told = (model_id, inputs, gen_config, Ready(answer), *more)
+            told = (model_id, *self._beside, inputs, gen_config, Ready(answer), *more)
             try:
                 response = await super()._non_streaming(request_id, model, processor, *told, **beside)
             except Exception as error:  # nobody says which ones a parser raises
@@ -111,39 +135,36 @@ class _Checked:
                 response = await super()._non_streaming(*plain, *told, **beside)
             made.append(self._cut(json.loads(response.body), answer, stop_strings(gen_config)))
         tokenizer = getattr(processor, "tokenizer", processor)
-        return JSONResponse(_joined(made, answers, texts_of(tokenizer), self._logprobs))
+        return JSONResponse(self._joined(made, answers, texts_of(tokenizer)))
+
+    def _joined(self, made: list[Body], answers: list[Trajectory], text_of: Callable[[int], str]) -> Body:
+        """The answers of one prompt in one body. What drafts were worth is where OpenAI tells it of its predictions."""
+        choices = [{**body["choices"][0], "index": place} for place, body in enumerate(made)]
+        for choice, answer in zip(choices, answers, strict=True):
+            if answer.logprobs is not None:
+                choice["logprobs"] = self._logprobs(answer, text_of)
+        num_prompt, num_new = answers[0].num_prompt_tokens, sum(len(one.token_ids) for one in answers)
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "completion_tokens_details": worth_of_drafts(answers),
+        }
+        return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers_of(answers)}
+
+    def _events(self, events: AsyncIterator[str], config: GenerationConfig) -> AsyncIterator[str]:
+        return _with_end(events)
 
 
-class ChatHandler(_Checked, ChatCompletionHandler):
+class ChatHandler(Checked, ChatCompletionHandler):
     """/v1/chat/completions"""
 
     _served = OF_CHATS
 
-    async def handle_request(self, body: Body, request_id: str) -> object:
-        given = {name: value for name, value in body.items() if name != "tools" or body.get("tool_choice") != "none"}
-        return await super().handle_request(given, request_id)
-
     def _validate_request(self, body: Body) -> None:
         super()._validate_request(body)
         check_chat(body)
-        if body.get("tools"):
-            processor = self._resolve_model({"model": body.get("model")})[2]
-            template = str(getattr(processor, "chat_template", None) or "")
-            if "tools" not in template:
-                raise ValueError("tools must be left out, got some; the model's chat template shows it none")
-
-    @staticmethod
-    def get_processor_inputs_from_messages(messages: list[Body], modality: Modality) -> list[Body]:
-        """Transformers leaves out what a model does not take."""
-        allowed = PARTS.get(modality, TEXT)
-        parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
-        kinds = sorted({part["type"] for part in parts} - allowed)
-        if kinds:
-            taken, got = ", ".join(sorted(allowed)), ", ".join(kinds)
-            raise ValueError(
-                f"contents must be of {taken} for this model, got {got}; leave them out, or ask another one"
-            )
-        return ChatCompletionHandler.get_processor_inputs_from_messages(messages, modality)
+        self._check_tools(body)
 
     @staticmethod
     def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:
@@ -162,7 +183,7 @@ class ChatHandler(_Checked, ChatCompletionHandler):
         }
 
 
-class TextHandler(_Checked, CompletionHandler):
+class TextHandler(Checked, CompletionHandler):
     """/v1/completions: one prompt or several, texts or token ids."""
 
     _served = OF_TEXTS
@@ -208,32 +229,13 @@ class TextHandler(_Checked, CompletionHandler):
         }
 
 
-def _joined(
-    made: list[Body],
-    answers: list[Trajectory],
-    text_of: Callable[[int], str],
-    logprobs: Callable[[Trajectory, Callable[[int], str]], Body],
-) -> Body:
-    """The answers of one prompt in one body. What drafts were worth is where OpenAI tells it of its predictions."""
-    choices = [{**body["choices"][0], "index": place} for place, body in enumerate(made)]
-    for choice, answer in zip(choices, answers, strict=True):
-        if answer.logprobs is not None:
-            choice["logprobs"] = logprobs(answer, text_of)
-    num_prompt, num_new = answers[0].num_prompt_tokens, sum(len(one.token_ids) for one in answers)
-    accepted = num_new - sum(one.num_steps for one in answers)
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(one.num_draft_tokens for one in answers) - accepted,
-        },
-    }
-    return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": _numbers_of(answers)}
+def worth_of_drafts(answers: list[Trajectory]) -> dict[str, int]:
+    accepted = sum(len(one.token_ids) - one.num_steps for one in answers)
+    num_drafted = sum(one.num_draft_tokens for one in answers)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": num_drafted - accepted}
 
 
-def _numbers_of(answers: list[Trajectory]) -> str:
+def numbers_of(answers: list[Trajectory]) -> str:
     """Which random numbers they had: with `match` and `coupled` a run of this seed repeats rows of these numbers."""
     return f"seed {answers[0].seed}, rows {answers[0].row} to {answers[-1].row}"
 

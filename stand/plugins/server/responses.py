@@ -1,0 +1,143 @@
+"""The endpoint of responses (/v1/responses), which agents ask, over transformers' handler of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from types import MappingProxyType
+
+from fastapi.responses import JSONResponse, StreamingResponse
+from transformers import GenerationConfig
+from transformers.cli.serving import response as library
+
+from stand.plugins.server.asked import OF_RESPONSES, check_chat, check_fields
+from stand.plugins.server.handlers import Body, Checked, numbers_of, worth_of_drafts
+from stand.plugins.server.streams import before_stop
+from stand.scheduling.request import Trajectory
+
+IN_CHATS = MappingProxyType({"input_text": "text", "output_text": "text", "input_image": "image_url"})  # parts' types
+CUT_OFF = MappingProxyType({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}})
+
+
+class ResponseHandler(Checked, library.ResponseHandler):
+    """/v1/responses, of which nothing is stored. An answer that has met its limit is told as incomplete."""
+
+    _served = OF_RESPONSES | {"max_tokens", "response_format"}
+    _beside = ({"parallel_tool_calls": True},)
+
+    async def handle_request(self, body: Body, request_id: str) -> object:
+        check_fields(body, OF_RESPONSES)
+        given = {**body, "stream": bool(body.get("stream"))}  # transformers streams unless it is told not to
+        given["response_format"] = _form(given.pop("text", None))
+        given["max_tokens"] = given.pop("max_output_tokens", None)
+        if isinstance(body.get("input"), list):
+            given["input"] = [_as_in_chats(item) for item in body["input"]]
+        return await super().handle_request(given, request_id)
+
+    def _validate_request(self, body: Body) -> None:
+        super()._validate_request(body)
+        try:
+            messages = self._normalize_input(body)
+            others = [tool["type"] for tool in body.get("tools") or [] if tool["type"] != "function"]
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(
+                "input must be a text, or messages, calls of functions and what they gave, and tools functions, got "
+                f"{body.get('input')!r:.80} and {body.get('tools')!r:.80}; see OpenAI's reference"
+            ) from None
+        check_chat({**body, "messages": messages})
+        if others:
+            raise ValueError(f"tools must be functions, got {', '.join(others)}; this server runs none by itself")
+        self._check_tools(body)
+
+    async def _streaming(
+        self,
+        request_id: str,
+        model: object,
+        processor: object,
+        model_id: str,
+        body: Body,
+        *told: object,
+        **beside: object,
+    ) -> StreamingResponse:
+        return await super()._streaming(request_id, model, processor, model_id, *told, **beside)
+
+    async def _non_streaming(
+        self,
+        request_id: str,
+        model: object,
+        processor: object,
+        model_id: str,
+        body: Body,
+        *told: object,
+        **beside: object,
+    ) -> JSONResponse:
+        return await super()._non_streaming(request_id, model, processor, model_id, *told, **beside)
+
+    @staticmethod
+    def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:
+        for part in [part for item in made["output"] if item["type"] == "message" for part in item["content"]]:
+            part["text"] = before_stop(part["text"], stops)
+        return made
+
+    def _joined(self, made: list[Body], answers: list[Trajectory], text_of: Callable[[int], str]) -> Body:
+        (body,), (answer,) = made, answers
+        details = body["usage"]["output_tokens_details"] | worth_of_drafts(answers)
+        usage = {**body["usage"], "output_tokens_details": details}
+        status = CUT_OFF if answer.finish_reason in ("length", "time") else {}
+        return {**body, **status, "usage": usage, "system_fingerprint": numbers_of(answers)}
+
+    async def _events(self, events: AsyncIterator[str], config: GenerationConfig) -> AsyncIterator[str]:
+        mended = _MendedEvents()
+        async for several in events:
+            for event in several.split("\n\n")[:-1]:
+                told = mended.next(json.loads(event.removeprefix("data: ")))
+                if told is not None and "response" in told and told["response"]["status"] == "completed":
+                    is_cut_off = config.max_new_tokens is not None  # see `set_limit`
+                    told["response"] |= CUT_OFF if is_cut_off else {}
+                    told["type"] = f"response.{told['response']['status']}"
+                if told is not None:
+                    yield f"data: {json.dumps(told)}\n\n"
+
+
+class _MendedEvents:
+    """Of one stream. Transformers gives items that follow calls of functions the places of others, and opens a message
+    that is over once more; text behind such a call is in the whole response alone."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}  # by item
+        self._over: set[str] = set()
+        self._count = 0
+
+    def next(self, event: Body) -> Body | None:
+        name = event.get("item_id") or event.get("item", {}).get("id")
+        if name in self._over:
+            return None
+        if name is not None:
+            event["output_index"] = self._places.setdefault(name, len(self._places))
+        if event["type"] == "response.output_item.done":
+            self._over.add(name)
+        if "response" in event:
+            event["response"]["output"].sort(key=lambda item: self._places[item["id"]])
+        event["sequence_number"], self._count = self._count, self._count + 1
+        return event
+
+
+def _form(text: object) -> object:
+    """The form of an answer, as chats ask for it."""
+    if not isinstance(text, dict) or text.keys() - {"format"}:
+        if text is None:
+            return None
+        raise ValueError(f"text must hold a format alone, got {text!r:.80}; leave the rest out")
+    form = text.get("format")
+    is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
+    return {"type": "json_schema", "json_schema": form} if is_schema else form
+
+
+def _as_in_chats(item: object) -> object:
+    """An item of the input, its parts by the names that they have in chats."""
+    if not isinstance(item, dict) or item.get("type") == "reasoning":
+        return item
+    if item.get("type") in IN_CHATS:
+        return {**item, "type": IN_CHATS[item["type"]]}
+    lists = {name: item[name] for name in ("content", "output") if isinstance(item.get(name), list)}
+    return {**item, **{name: list(map(_as_in_chats, parts)) for name, parts in lists.items()}}

@@ -1,0 +1,149 @@
+"""The endpoint of responses: OpenAI's own client, a real server on this machine, and a tiny model."""
+
+import copy
+import re
+
+import pytest
+import torch
+from grammar_cases import grammar_tokenizer, take_patterns
+from letter_tokenizer import letter_tokenizer
+from tiny_models import tiny_model
+from transformers import GenerationConfig
+
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+import openai
+from served import CALLS, Served, written
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    torch.manual_seed(0)
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    served = Served(tmp_path_factory.mktemp("letters"), letter_tokenizer(), model, num_rows=4, seed=11)
+    yield served
+    served.end()
+
+
+def respond(served: Served, given: object, **settings) -> object:
+    return served.client.responses.create(model=served.name, input=given, **settings)
+
+
+@pytest.mark.parametrize("limit", [5, 350])
+def test_a_response_is_the_engines(letters, limit):
+    alone = letters.alone("ABC", max_new_tokens=limit, temperature=0.0)
+    answer = respond(letters, "ABC", max_output_tokens=limit, temperature=0)
+    assert answer.output_text == alone.texts[0] and answer.id.startswith("resp_")
+    is_cut_off = alone.finish_reasons[0] == "length"
+    assert is_cut_off == (limit == 5) and answer.status == ("incomplete" if is_cut_off else "completed")
+    assert (answer.incomplete_details is None) != is_cut_off
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (3, len(alone.token_ids[0]))
+    assert 0 <= answer.usage.output_tokens_details.accepted_prediction_tokens < len(alone.token_ids[0])
+
+
+def test_a_sampled_response_tells_its_numbers(letters):
+    settings = {"temperature": 0.8, "top_p": 0.9}
+    answer = respond(letters, "ABC", max_output_tokens=20, **settings, extra_body={"top_k": 7})
+    (alone,) = letters.repeated("ABC", answer.system_fingerprint, max_new_tokens=20, top_k=7, **settings)
+    assert answer.output_text == alone.text
+
+
+@pytest.mark.parametrize("limit", [9, 350])
+def test_pieces_of_a_stream_are_the_response(letters, limit):
+    whole = respond(letters, "ABC", max_output_tokens=limit, temperature=0)
+    with letters.client.responses.stream(
+        model=letters.name, input="ABC", max_output_tokens=limit, temperature=0
+    ) as stream:
+        events = list(stream)
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(pieces) == whole.output_text and len(pieces) > 3
+    last = events[-1]
+    assert (last.type, last.response.status) == (f"response.{whole.status}", whole.status)
+    assert (
+        last.response.incomplete_details == whole.incomplete_details and last.response.output_text == whole.output_text
+    )
+    assert last.response.usage.output_tokens == whole.usage.output_tokens
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_a_conversation_goes_on_with_what_was_answered(letters):
+    """Its items are given back, as agents do; instructions come first."""
+    first = respond(letters, [{"role": "user", "content": [{"type": "input_text", "text": "ABC"}]}],
+                    max_output_tokens=4, temperature=0)  # fmt: skip
+    items = [{"role": "user", "content": "ABC"}, *first.output, {"type": "message", "role": "user", "content": "Q"}]
+    again = respond(letters, items, instructions="HI", max_output_tokens=6, temperature=0)
+    alone = letters.alone(f"HIABC{first.output_text}Q", max_new_tokens=6, temperature=0.0)
+    assert again.output_text == alone.texts[0] and again.usage.input_tokens == 10
+
+
+def test_a_response_has_the_form_of_a_schema(tmp_path, monkeypatch):
+    take_patterns(monkeypatch)
+    served = Served(tmp_path, grammar_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=4, seed=3)
+    try:
+        form = {"format": {"type": "json_schema", "name": "letters", "schema": {"pattern": "(ab|c){3}"}}}
+        asked = {"temperature": 1.0, "max_output_tokens": 200}
+        texts = [respond(served, "abc", text=form, **asked).output_text for _ in range(4)]
+        assert all(re.fullmatch("(ab|c){3}", text) for text in texts)
+        free = respond(served, "abc", text={"format": {"type": "text"}}, **asked)
+        assert not re.fullmatch("(ab|c){3}", free.output_text)
+    finally:
+        served.end()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_calls_of_functions_are_items_and_come_back(letters, monkeypatch, is_stream):
+    """In the tiny model's marks, where the template says that it shows tools."""
+    monkeypatch.setattr(letters.tokenizer, "response_template", CALLS, raising=False)
+    template = "{% for one in messages %}{{ one['content'] or 'F' }}{% endfor %}{# tools #}"
+    monkeypatch.setattr(letters.tokenizer, "chat_template", template)
+    tools = [{"type": "function", "name": "A", "parameters": {"type": "object"}}]
+    asked = {"temperature": 0, "max_output_tokens": 20, "tools": tools, **written(letters.tokenizer, "CDTAtrueU=")}
+    if is_stream:
+        with letters.client.responses.stream(model=letters.name, input="ABC", **asked) as stream:
+            output = list(stream)[-1].response.output
+    else:
+        output = respond(letters, "ABC", **asked).output
+    message, call = output
+    assert message.content[0].text == "D" and (call.type, call.name, call.arguments) == ("function_call", "A", "true")
+    given = {"type": "function_call_output", "call_id": call.call_id, "output": "QRS"}
+    call = call.model_copy(update={"arguments": "{}"})  # as templates take them
+    items = [{"role": "user", "content": "ABC"}, message, call, given]
+    again = respond(letters, items, temperature=0, max_output_tokens=3)
+    assert again.usage.input_tokens == 3 + 1 + 3
+
+
+REFUSED = [
+    ({"input": []}, "messages must be a list of at least one message"),
+    ({"input": [3]}, "input must be a text, or messages, calls of functions"),
+    ({"input": [{"role": "user", "content": "A"}, {"type": "function_call"}]}, "input must be a text, or messages"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "messages must be a list of at least"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "got image_url"),
+    ({"tools": [{"type": "web_search"}]}, "tools must be functions, got web_search"),
+    ({"tools": [3]}, "input must be a text, or messages"),
+    ({"tools": [{"type": "function", "name": "A"}]}, "template shows it none"),
+    ({"text": {"verbosity": "low"}}, "text must hold a format alone"),
+    ({"text": {"format": {"type": "xml"}}}, "response_format must be of type"),
+    ({"max_output_tokens": "9"}, "max_output_tokens must be an integer"),
+    ({"max_output_tokens": 0}, "max_new_tokens must be"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id must be left out"),
+    ({"reasoning": {"effort": "low"}}, "reasoning must be left out"),
+    ({"extra_body": {"max_tokens": 3}}, "max_tokens must be left out"),
+    ({"extra_body": {"response_format": {"type": "text"}}}, "response_format must be left out"),
+    ({"extra_body": {"n": 2}}, "n must be left out"),
+    ({"top_logprobs": 2}, "top_logprobs must be left out"),
+    ({"background": True}, "background must be left out"),
+    ({"truncation": "auto"}, "truncation must be left out"),
+]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda given: None)
+def test_what_cannot_be_honoured_is_refused(letters, settings, message, is_stream):
+    given = {"model": letters.name, "input": "ABC", "stream": is_stream, **settings}
+    with pytest.raises(openai.BadRequestError, match=message):
+        letters.client.responses.create(**given)
+
+
+def test_tools_that_are_not_to_be_called_are_left_out(letters):
+    found = respond(letters, "ABC", max_output_tokens=2, tools=[{"type": "web_search"}], tool_choice="none")
+    assert found.usage.input_tokens == 3

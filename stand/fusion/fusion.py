@@ -27,8 +27,8 @@ from stand.fusion.forwards.norm import FusedNorm
 from stand.fusion.forwards.router import FusedRouter
 from stand.fusion.guard import Guard, Settings, Swapped
 from stand.fusion.kernels import Kernels, triton_kernels
+from stand.fusion.probe import MODULE_TOLERANCES
 from stand.fusion.recipe import Recipe, Swap
-from stand.fusion.tolerances import MODULE_TOLERANCES
 from stand.fusion.trial import Trial, fused_delta_layer
 
 

@@ -25,6 +25,9 @@ NUM_ROWS, ROOM = 2, 8  # of the probe's cache
 FEW_POSITIONS = 128
 # Rows of ordinary, small, large and very large size: a wrong epsilon shows in the second only, a clamp in the last.
 SCALES = (1.0, 1e-2, 4.0, 100.0)
+# Largest difference, as a share of the largest value of its row, that rounding explains: two steps of the last place
+# of the 16-bit types.
+MODULE_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 @dataclass

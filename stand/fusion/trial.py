@@ -29,9 +29,8 @@ from stand.fusion.forwards.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.fusion.forwards.norm import FusedNorm, norm_refusal
 from stand.fusion.forwards.router import FusedRouter, is_router, router_forms, told_apart
 from stand.fusion.kernels import Kernels
-from stand.fusion.probe import Outcome, Probe, difference, is_silent
+from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference, is_silent
 from stand.fusion.recipe import Recipe, Swap
-from stand.fusion.tolerances import MODULE_TOLERANCES
 
 MERGEABLE = {
     "merged q/k/v": ("q_proj", "k_proj", "v_proj"),

@@ -16,7 +16,7 @@ from stand.fusion.cpu.experts import mixed_experts
 from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
 from stand.fusion.forwards.experts import ExpertForm, FusedExperts, expert_forms, is_experts
 from stand.fusion.kernels import cpu_kernels
-from stand.fusion.tolerances import MODULE_TOLERANCES
+from stand.fusion.probe import MODULE_TOLERANCES
 from stand.simd.threads import parallel_region
 
 KIND = "mixture of experts"

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from stand.fusion.forwards.chosen_products import Shape
 from stand.fusion.forwards.merged_linear import Product
-from stand.fusion.tolerances import MODULE_TOLERANCES
+from stand.fusion.probe import MODULE_TOLERANCES
 from stand.gpu.kernels.product import few_token_product
 from stand.gpu.tuning.product_tiles import MOST_TOKENS, TILES
 

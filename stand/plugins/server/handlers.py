@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from inspect import isawaitable
+from collections.abc import AsyncIterator, Callable
+from inspect import isawaitable, signature
 from itertools import accumulate
 
 import torch
@@ -16,7 +16,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler, Modality, build_response_parser
 
 from stand.plugins.logprob_places import bytes_of, places_of, texts_of
-from stand.plugins.server.answers import ASKED, Answers, Ready
+from stand.plugins.server.answers import ASKED, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
 from stand.plugins.server.streams import Begun, before_stop, stop_strings
 from stand.plugins.server.unread import NO_TEMPLATE, tell_unread, without_template
@@ -40,7 +40,6 @@ class Checked:
     given, and a temperature above 0 switches sampling on, as in `Engine.generate`."""
 
     _served: frozenset[str]  # fields of requests
-    _beside: tuple[Body, ...] = ()  # what transformers' handler is told beside the model, before the inputs
 
     def _validate_request(self, body: Body) -> None:
         check_fields(body, self._served)
@@ -91,49 +90,29 @@ class Checked:
             )
         return BaseHandler.get_processor_inputs_from_messages(messages, modality)
 
-    async def _streaming(
-        self,
-        request_id: str,
-        model: object,
-        processor: object,
-        model_id: str,
-        inputs: Mapping[str, object],
-        gen_config: GenerationConfig,
-        gen_manager: Answers,
-        *more: object,
-        **beside: object,
-    ) -> StreamingResponse:
+    async def _streaming(self, *told: object, **beside: object) -> StreamingResponse:
         """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
-        begun = Begun(await gen_manager.begun(inputs, gen_config))
-        told = (request_id, model, processor, model_id, *self._beside, inputs, gen_config, begun)
-        response = super()._streaming(*told, *more, **beside)
-        response.body_iterator = self._events(response.body_iterator, gen_config)
+        asked = signature(super()._streaming).bind(*told, **beside).arguments
+        asked["gen_manager"] = Begun(await asked["gen_manager"].begun(asked["inputs"], asked["gen_config"]))
+        response = super()._streaming(**asked)
+        response.body_iterator = self._events(response.body_iterator, asked["gen_config"])
         return response
 
-    async def _non_streaming(
-        self,
-        request_id: str,
-        model: object,
-        processor: object,
-        model_id: str,
-        inputs: Mapping[str, object],
-        gen_config: GenerationConfig,
-        gen_manager: Answers,
-        *more: object,
-        **beside: object,
-    ) -> JSONResponse:
-        answers = await gen_manager.answers(inputs, gen_config)
+    async def _non_streaming(self, *told: object, **beside: object) -> JSONResponse:
+        asked = signature(super()._non_streaming).bind(*told, **beside).arguments
+        inputs, config, processor = asked["inputs"], asked["gen_config"], asked["processor"]
+        answers = await asked["gen_manager"].answers(inputs, config)
         made: list[Body] = []
         for answer in answers:
-            told = (model_id, *self._beside, inputs, gen_config, Ready(answer), *more)
+            asked["gen_manager"] = Ready(answer)
             try:
-                response = await super()._non_streaming(request_id, model, processor, *told, **beside)
+                response = await super()._non_streaming(**asked)
             except Exception as error:  # nobody says which ones a parser raises
-                build_response_parser(processor, model, inputs["input_ids"])  # raises what is wrong with a template
+                build_response_parser(processor, asked["model"], inputs["input_ids"])  # raises what a template lacks
                 tell_unread(error)
-                plain = (request_id, NO_TEMPLATE, without_template(processor))
-                response = await super()._non_streaming(*plain, *told, **beside)
-            made.append(self._cut(json.loads(response.body), answer, stop_strings(gen_config)))
+                plain = {"model": NO_TEMPLATE, "processor": without_template(processor)}
+                response = await super()._non_streaming(**asked | plain)
+            made.append(self._cut(json.loads(response.body), answer, stop_strings(config)))
         tokenizer = getattr(processor, "tokenizer", processor)
         return JSONResponse(self._joined(made, answers, texts_of(tokenizer)))
 

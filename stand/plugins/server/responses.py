@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from types import MappingProxyType
 
-from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import GenerationConfig
 from transformers.cli.serving import response as library
 
@@ -23,11 +22,14 @@ class ResponseHandler(Checked, library.ResponseHandler):
     """/v1/responses, of which nothing is stored. An answer that has met its limit is told as incomplete."""
 
     _served = OF_RESPONSES | {"max_tokens", "response_format"}
-    _beside = ({"parallel_tool_calls": True},)
 
     async def handle_request(self, body: Body, request_id: str) -> object:
         check_fields(body, OF_RESPONSES)
-        given = {**body, "stream": bool(body.get("stream"))}  # transformers streams unless it is told not to
+        given = {
+            "parallel_tool_calls": True,
+            **body,
+            "stream": bool(body.get("stream")),
+        }  # transformers streams unless it is told not to
         given["response_format"] = _form(given.pop("text", None))
         given["max_tokens"] = given.pop("max_output_tokens", None)
         if isinstance(body.get("input"), list):
@@ -48,30 +50,6 @@ class ResponseHandler(Checked, library.ResponseHandler):
         if others:
             raise ValueError(f"tools must be functions, got {', '.join(others)}; this server runs none by itself")
         self._check_tools(body)
-
-    async def _streaming(
-        self,
-        request_id: str,
-        model: object,
-        processor: object,
-        model_id: str,
-        body: Body,
-        *told: object,
-        **beside: object,
-    ) -> StreamingResponse:
-        return await super()._streaming(request_id, model, processor, model_id, *told, **beside)
-
-    async def _non_streaming(
-        self,
-        request_id: str,
-        model: object,
-        processor: object,
-        model_id: str,
-        body: Body,
-        *told: object,
-        **beside: object,
-    ) -> JSONResponse:
-        return await super()._non_streaming(request_id, model, processor, model_id, *told, **beside)
 
     @staticmethod
     def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:

@@ -13,7 +13,11 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 
 import stand
+from stand.laws.grammars import after_thoughts
 from stand.laws.grammars import masks as grammar_masks
+from stand.laws.grammars.after_thoughts import ThinkingMatcher
+from stand.laws.grammars.marks import last_place
+from stand.laws.grammars.matchers import Matcher
 from stand.laws.processors import ProcessorChain
 from stand.plugins.generate import stand_generate
 from stand.row import Row
@@ -250,3 +254,57 @@ def test_what_does_not_fit_is_refused(make):
     processor(torch.tensor([PROMPTS[0]]), torch.zeros(1, VOCABULARY_SIZE))
     with pytest.raises(ValueError, match="must be new, got one of .*LogitsProcessor that has begun a text; make one"):
         stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPTS, max_new_tokens=9, logits_processors=later)
+
+
+class Told(Matcher):
+    """Of 64 tokens: allows token 9, and any where it is told so."""
+
+    num_words = 2
+    num_taken = 0
+    any_comes = False
+
+    def take(self, token: int) -> None: ...
+
+    def go_back(self, count: int) -> None: ...
+
+    def follow(self, tokens) -> None: ...
+
+    def write_mask(self, words: np.ndarray) -> None:
+        words[:] = 1 << 9, 0
+
+    def takes_any(self, token: int) -> bool:
+        return self.any_comes
+
+
+@pytest.mark.parametrize("any_comes", [False, True])
+def test_any_token_comes_in_thoughts_and_where_the_grammar_says_so(any_comes):
+    answer = Told()
+    answer.any_comes = any_comes
+    matcher = ThinkingMatcher(answer, (5,), begin=(7, 8))
+    assert not matcher.takes_any(7) and matcher.takes_any(9) == any_comes
+    matcher.follow([7])
+    assert not matcher.takes_any(8)
+    matcher.follow([8])
+    assert matcher.takes_any(7) and matcher.takes_any(5)
+    matcher.follow([5])
+    assert matcher.takes_any(7) == matcher.takes_any(9) == any_comes
+
+
+@pytest.mark.parametrize(("begin", "allows_beyond"), [(63, False), (64, True), (64, False), (99, False)])
+def test_what_begins_thoughts_is_known_to_the_grammar(make, monkeypatch, begin, allows_beyond):
+    answer = Told()
+    answer.allows_beyond = allows_beyond
+    monkeypatch.setattr(after_thoughts, "matcher_for", lambda processor, row, num_tokens: answer)
+    thinking = stand.AfterThoughts(make(), 5, begin=begin)
+    if begin < 64 or allows_beyond:
+        assert thinking.new_matcher(None, 100).num_words == 2
+    else:
+        with pytest.raises(ValueError, match=f"begin must be tokens that the grammar's tokenizer has, got .{begin}.;"):
+            thinking.new_matcher(None, 100)
+
+
+@pytest.mark.parametrize(
+    ("mark", "place"), [((5,), 4), ((9, 9), 2), ((9, 9, 6), 3), ((6, 5, 1), 5), ((7,), 0), ((1, 5), 0), ((9,) * 9, 0)]
+)
+def test_where_a_mark_ends_for_the_last_time(mark, place):
+    assert last_place(mark, np.array([9, 9, 6, 5, 1])) == place

@@ -7,9 +7,10 @@ import numpy as np
 import outlines
 import pytest
 import xgrammar
-from grammar_cases import XGrammarProcessor
+from grammar_cases import PROCESSORS, XGrammarProcessor
 from outlines.backends.llguidance import LLGuidanceBackend
 from outlines.backends.outlines_core import OutlinesCoreBackend
+from tiny_models import VOCABULARY_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stand.laws.grammars import matchers
@@ -120,6 +121,12 @@ def test_where_llguidance_does_not_go_back_all_tokens_are_taken_anew(name):
     size, made = of_the_bundled_model()
     matcher = matchers.matcher_for(made[name](), ROW, size)
     assert matcher.goes_back_quickly == (name.partition(", ")[2].split()[0] not in ("stop", "max_tokens"))
+
+
+def test_a_grammar_of_characters_that_no_token_has_is_told():
+    matcher = matchers.matcher_for(PROCESSORS["outlines llguidance"]("\u2603+"), ROW, VOCABULARY_SIZE)
+    with pytest.raises(ValueError, match="a grammar must be one that llguidance can follow, got "):
+        mask_of(matcher)
 
 
 @pytest.mark.skipif(not (ROOT / "scripts" / "reasoner").is_dir(), reason="needs the source tree")

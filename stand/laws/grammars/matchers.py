@@ -177,11 +177,11 @@ class GuidanceMatcher(LibraryMatcher):
             raise ValueError(f"a grammar must be one that llguidance can follow, got{self._error()}; mend the grammar")
 
     def _can_be_copied(self) -> bool:
-        """By what llguidance says of going back, tried with the first token that is allowed."""
+        """By what llguidance says of going back, tried with the first token that is allowed; an end token always is."""
         words, trial = np.zeros(self.num_words, dtype=np.int32), self._new()
         trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        return len(allowed) > 0 and trial.consume_token(int(allowed[0])) and trial.rollback(1)
+        return trial.consume_token(int(allowed[0])) and trial.rollback(1)
 
     def _take(self, token: int) -> bool:
         matcher = self._line[-1].deep_copy() if self._copies else self._line[-1]

@@ -25,6 +25,7 @@ LEAST_SECONDS = 0.02  # what every test takes besides its own time
 # Of processor time, and ten times what the test usually takes: a mutant that loops is caught. Tests come in another
 # order than when they were timed, so that one may fill a cache that others had filled then.
 MAX_TEST_SECONDS = 10.0
+MOST_WAITING = 30  # times that on the clock: a mutant that waits for ever is caught, also on a busy machine
 MAX_MEMORY = 64 << 30  # bytes of data, for a mutant that grows without end; a test maps 32 GiB
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's: a test failed, or a test module could not even be imported
 BROKEN_RUN = (3, 4, 5)  # pytest's: an error of its own, wrong arguments, no tests
@@ -123,7 +124,9 @@ class Witness:
     def pytest_runtest_setup(self, item) -> None:
         if self.seconds:
             usual = self.seconds.get(item.nodeid, 0.0)
-            signal.setitimer(signal.ITIMER_PROF, MAX_TEST_SECONDS + 10 * usual)
+            bound = MAX_TEST_SECONDS + 10 * usual
+            signal.setitimer(signal.ITIMER_PROF, bound)
+            signal.setitimer(signal.ITIMER_REAL, MOST_WAITING * bound)
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" or report.failed:

@@ -3,12 +3,16 @@
 import ast
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import mutants.cpp_mutants as cpp_mutants
 import mutants.cython_mutants as cython_mutants
+import mutants.judging as judging
 import mutants.python_mutants as python_mutants
 import mutate
 import pytest
@@ -291,6 +295,22 @@ def rule(double x):
 cdef double inner(double x) noexcept nogil:
     return x
 """
+
+
+@pytest.mark.parametrize(
+    ("work", "number"), [(lambda: time.sleep(60), signal.SIGALRM), (lambda: sum(iter(int, 1)), signal.SIGPROF)],
+    ids=["waits", "loops"],
+)  # fmt: skip
+def test_a_test_that_never_ends_is_ended(work, number, monkeypatch, tmp_path):
+    monkeypatch.setattr(judging, "MAX_TEST_SECONDS", 0.05)
+    witness = judging.Witness(tmp_path / "log", {"a test": 0.0})
+
+    def run() -> int:
+        witness.pytest_runtest_setup(SimpleNamespace(nodeid="a test"))
+        work()
+        return 0
+
+    assert in_fork(run) == -number
 
 
 def test_cython_mutants_are_joined_with_names_of_their_own():

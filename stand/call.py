@@ -338,17 +338,18 @@ class Call:
                 )
         if self.logprobs is not None:
             read = self.logprobs.read(self._step.logprobs, batch, verdicts.accepted, gained)
-        ends: list[End] = []
+        ends = list(gained)  # a place for each
         for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
-            stop, count, error = self.scheduler.job_of(row).stop, len(tokens), None
+            stop, drawn, error = self.scheduler.job_of(row).stop, tokens, None
             if self._has_processors:
                 count, error = self._law.sound(batch, place, verdicts.accepted[place])
-            told = read.of(place, count) if stop.wants_logprobs else None
-            emitted, reason = stop.cut(row, tokens[:count], elapsed=elapsed, logprobs=told)
+                drawn = tokens[:count]
+            told = read.of(place, len(drawn)) if stop.wants_logprobs else None
+            emitted, reason = stop.cut(row, drawn, elapsed=elapsed, logprobs=told)
             if error is not None and (reason is None or not emitted):
                 self.scheduler.fail(row, error)
                 reason = "cancelled"
-            ends.append((emitted, reason))
+            ends[place] = emitted, reason
         return verdicts, gained, ends, read
 
     def _commit(

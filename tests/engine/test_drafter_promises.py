@@ -10,7 +10,7 @@ from draft_requests import draft_request
 from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
-from stand.drafters.check import check_batch, check_most_nodes
+from stand.drafters.check import check_batch, check_most_nodes, check_within
 from stand.drafters.costs.step_cost import CostTable, StepCost
 from stand.drafters.drafter import Drafter, LookupDrafter, teach_two_ways
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
@@ -445,3 +445,18 @@ def test_floors_that_are_taken(floor):
 @pytest.mark.parametrize(("setting", "attribute"), [("gamma", "gamma"), ("num_candidates", "law_size")])
 def test_one_is_enough_for_a_draft_model(setting, attribute):
     assert getattr(stand.ModelDrafter(tiny_model("llama"), **{setting: 1}), attribute) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "row"),
+    [((5, 7), None), ((9, 5), None), ((10, 5), 0), ((9, 8), 1), ((5, 7, 6), None), ((5, 7, 7), 2), ((11, 20), None)],
+)
+def test_drafts_end_before_a_border(lengths, row):
+    """Of depths 1, 3 and 4 behind so many tokens, or begin behind it."""
+    batch = DraftBatch.concatenate([DraftTree.chain([3] * (1 + depth)) for depth in (1, 3, 4)[: len(lengths)]])
+    request = draft_request([[3] * length for length in lengths])
+    if row is None:
+        check_within(10, batch, request)
+    else:
+        with pytest.raises(ValueError, match=f"must end within 10 tokens .* got {lengths[row]} tokens and"):
+            check_within(10, batch, request)

@@ -85,6 +85,17 @@ def test_few_drafted_nodes_are_lost(make, monkeypatch):
     assert steps[0] > 1.05 * steps[1]
 
 
+def test_a_single_node_knows_the_grammar_too(make):
+    drafter = Watched(budget=1)
+    engine, one = stand.wrap(tiny_model("qwen2"), drafter=drafter), {**SAMPLED, "num_return_sequences": 1}
+    engine.generate(**SAMPLED)
+    drafter.drafts.clear()
+    for seed in range(6):
+        engine.generate(**{**one, "input_ids": PROMPTS[:1], "seed": seed}, logits_processors=[make()])
+    lost, total = forbidden_nodes(make, drafter)
+    assert lost == 0 < total
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("xgrammar", "sampled"), ("xgrammar", "mixed"), ("xgrammar", "deterministic"), ("outlines llguidance", "sampled")],

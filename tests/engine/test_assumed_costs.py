@@ -237,3 +237,9 @@ def test_a_gpu_drafts_less_behind_long_texts_and_more_for_many_rows(on_hopper):
 
     assert nodes(1, 32768) < nodes(1, 512) <= 256 and nodes(64, 512) > nodes(1, 512)
     assert nodes(256, 9) == 256 and drafter.most_nodes(256) == 0  # no draft: no such step was timed
+
+
+@pytest.mark.parametrize(("capability", "is_one"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)])
+def test_which_gpus_have_captured_steps(on_hopper, monkeypatch, capability, is_one):
+    monkeypatch.setattr(assumed_costs, "capability_of", lambda model: capability)
+    assert assumed_costs.has_captured_steps(tiny_model("qwen2")) == is_one

@@ -243,3 +243,41 @@ def test_a_gpu_drafts_less_behind_long_texts_and_more_for_many_rows(on_hopper):
 def test_which_gpus_have_captured_steps(on_hopper, monkeypatch, capability, is_one):
     monkeypatch.setattr(assumed_costs, "capability_of", lambda model: capability)
     assert assumed_costs.has_captured_steps(tiny_model("qwen2")) == is_one
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_saved_times_of_a_mixture_are_taken_and_none_are_measured(on_hopper, monkeypatch, tmp_path, is_saved):
+    """Control: without them its steps are timed."""
+    monkeypatch.setenv("STAND_COSTS", str(tmp_path))
+    monkeypatch.setattr(blended, "is_mixture", lambda model: True)
+    table = stand.CostTable((StepCost(num_rows=1, length=32, tokens=(1, 8), seconds=(1.0, 1.1)),))
+    monkeypatch.setattr(blended, "saved_costs", lambda model, folder: table if is_saved else None)
+    timed = []
+
+    def measure(**sizes: float) -> StepCost:
+        timed.append(sizes["num_rows"])
+        return StepCost(num_rows=1, length=32, tokens=(1, 4), seconds=(1.0, 1.2))
+
+    drafter = taught()
+    assert not is_saved or drafter.most_nodes(1) == 7
+    drafter.prepare(1, StepTimer(measure, "triton", PADDED))
+    assert (timed, drafter.most_nodes(1)) == (([], 7) if is_saved else ([1], 3))
+
+
+class NoLaws(stand.LawSource):
+    def laws(self, request, plan):
+        return None
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"share": True}, {"source": True}])
+def test_processes_of_one_model_share_nothing(monkeypatch, tmp_path, settings, is_shared):
+    """And are given no laws from outside: all draft and learn the same anyway."""
+    monkeypatch.setattr(blended, "tensor_group", lambda model: object() if is_shared else None)
+    settings = {name: tmp_path if name == "share" else NoLaws() for name in settings}
+    drafter = stand.BlendedDrafter(budget=3, **settings)
+    if is_shared and settings:
+        with pytest.raises(ValueError, match="source and share must be left out under tensor parallelism"):
+            drafter.attach(tiny_model("qwen2"), b"")
+    else:
+        drafter.attach(tiny_model("qwen2"), b"")

@@ -264,7 +264,7 @@ class Call:
         work_on("forward")
         self._step.forward(batch, live, self._noise(live))
         work_on("verify")
-        verdicts, gained, ends, read = self._backend.ranks.agreed(self._judge, live, batch)
+        verdicts, gained, ends, read, failures = self._backend.ranks.agreed(self._judge, live, batch)
         if self._drafter is not None:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         if self._rider is not None:
@@ -274,6 +274,8 @@ class Call:
         if read is not None:
             self.logprobs.keep(live.rows, read, [emitted for emitted, _ in ends])
         self._commit(live, batch, verdicts, gained, ends)
+        for place, error in failures:
+            self.scheduler.fail(live.rows[place], error)
         self._is_settled = self._is_settled and self.scheduler.is_held()
         if self._is_open and self._is_settled:
             self._is_settled = not self.scheduler.has_news
@@ -324,9 +326,9 @@ class Call:
 
     def _judge(
         self, live: LiveRows, batch: DraftBatch
-    ) -> tuple[Verdicts, list[list[int]], list[End], StepLogprobs | None]:
-        """What stays of the drafts, the tokens that rows would gain with it, where that ends them, and the tokens'
-        log-probabilities where the call notes them."""
+    ) -> tuple[Verdicts, list[list[int]], list[End], StepLogprobs | None, list[tuple[int, Exception]]]:
+        """What stays of the drafts, the tokens that rows would gain with it, where that ends them, the tokens'
+        log-probabilities where the call notes them, and by place what is wrong behind a row's sound tokens."""
         verdicts, read = self._step.verify(), None
         self.stats.work_on("commit")
         gained, elapsed = verdicts.gained(batch), self.stats.elapsed
@@ -338,19 +340,18 @@ class Call:
                 )
         if self.logprobs is not None:
             read = self.logprobs.read(self._step.logprobs, batch, verdicts.accepted, gained)
-        ends = list(gained)  # a place for each
+        ends, failures = list(gained), []  # a place for each; few
         for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
             stop, drawn, error = self.scheduler.job_of(row).stop, tokens, None
             if self._has_processors:
                 count, error = self._law.sound(batch, place, verdicts.accepted[place])
                 drawn = tokens[:count]
             told = read.of(place, len(drawn)) if stop.wants_logprobs else None
-            emitted, reason = stop.cut(row, drawn, elapsed=elapsed, logprobs=told)
+            ends[place] = emitted, reason = stop.cut(row, drawn, elapsed=elapsed, logprobs=told)
             if error is not None and (reason is None or not emitted):
-                self.scheduler.fail(row, error)
-                reason = "cancelled"
-            ends[place] = emitted, reason
-        return verdicts, gained, ends, read
+                ends[place] = emitted, None
+                failures.append((place, error))
+        return verdicts, gained, ends, read, failures
 
     def _commit(
         self,
@@ -370,7 +371,7 @@ class Call:
             self.stats.num_tokens += emitted
             if row.finish_reason is not None:
                 self._end(row)
-            if self._on_commit is not None:
+            if self._on_commit is not None and emitted:
                 self._on_commit(row, tokens[:emitted])
         self._step.keep(live, verdicts.accepted)
         self.stats.count_step(batch, verdicts.accepted, num_kept)

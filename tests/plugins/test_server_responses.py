@@ -1,7 +1,10 @@
 """The endpoint of responses: OpenAI's own client, a real server on this machine, and a tiny model."""
 
 import copy
+import json
 import re
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -112,6 +115,80 @@ def test_calls_of_functions_are_items_and_come_back(letters, monkeypatch, is_str
     assert again.usage.input_tokens == 3 + 1 + 3
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_of_calls_alone_has_no_message(letters, monkeypatch, is_stream):
+    """So that both ways lead to the same next turn."""
+    monkeypatch.setattr(letters.tokenizer, "response_template", CALLS, raising=False)
+    asked = {"temperature": 0, "max_output_tokens": 30, **written(letters.tokenizer, "CTAtrueU=")}
+    if is_stream:
+        with letters.client.responses.stream(model=letters.name, input="ABC", **asked) as stream:
+            events = list(stream)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert {event.output_index for event in events if hasattr(event, "output_index")} == {0}
+        output = events[-1].response.output
+    else:
+        output = respond(letters, "ABC", **asked).output
+    assert [(item.type, item.name) for item in output] == [("function_call", "A")]
+
+
+def test_thoughts_that_are_given_back_are_shown_to_the_template(letters, monkeypatch):
+    template = "{% for one in messages %}{{ one['reasoning_content'] }}{{ one['content'] }}{% endfor %}"
+    monkeypatch.setattr(letters.tokenizer, "chat_template", template)
+    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "QR"}]}
+    items = [{"role": "user", "content": "ABC"}, thoughts, {"role": "assistant", "content": "D"}]
+    asked = {"temperature": 0, "max_output_tokens": 3}
+    assert respond(letters, items, **asked).usage.input_tokens == 3 + 2 + 1
+    messages = [items[0], {**items[2], "reasoning_content": "QR"}]
+    answer = letters.client.chat.completions.create(model=letters.name, messages=messages, max_tokens=3, temperature=0)
+    assert answer.usage.prompt_tokens == 3 + 2 + 1
+
+
+@pytest.mark.parametrize("instructions", [None, "HI"])
+def test_a_history_may_begin_with_a_call(letters, monkeypatch, instructions):
+    template = "{% for one in messages %}{{ one['content'] or 'F' }}{% endfor %}"
+    monkeypatch.setattr(letters.tokenizer, "chat_template", template)
+    call = {"type": "function_call", "call_id": "c", "name": "A", "arguments": "{}"}
+    items = [call, {"type": "function_call_output", "call_id": "c", "output": "QRS"}]
+    told = {} if instructions is None else {"instructions": instructions}
+    answer = respond(letters, items, max_output_tokens=2, temperature=0, **told)
+    assert answer.usage.input_tokens == len(instructions or "") + 1 + 3
+    cut_off = respond(letters, items[1:], max_output_tokens=2, temperature=0, **told)
+    assert cut_off.usage.input_tokens == len(instructions or "") + 3
+
+
+HALF = "a\ud800"
+A_CALL = {"type": "function_call", "call_id": "c", "name": "A", "arguments": "{}"}
+MALFORMED = [
+    {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]},
+    {"input": [{"type": {}, "role": "user", "content": "A"}, {"type": []}]},
+    {"input": "A", "tools": [{"type": None}]},
+    {"input": "A", "tools": [{"type": "function", "name": HALF}]},
+    *[
+        {"input": [{"role": "user", "content": "A"}, {**A_CALL, "arguments": text}]}
+        for text in ("[1]", "null", "3", "{")
+    ],
+    {"input": [{"role": "user", "content": "A"}, {**A_CALL, "arguments": '{"a": "\\ud800"}'}]},
+    {"input": [{"role": "user", "content": "A"}, {**A_CALL, "name": 5}]},
+    {"input": 5},
+    {"input": [{"type": "nothing"}]},
+    {"input": "A", "temperature": 10**400},
+    {"input": "A", "repetition_penalty": 10**400},
+    {"input": "A", "generation_config": '{"top_k": [1]}'},
+    {"input": "A", "chat_template_kwargs": {"chat_template": "{{ 1/0 }}"}},
+    {"input": "A", "chat_template_kwargs": {"messages": []}},
+    {"input": "A", "chat_template_kwargs": {"a": HALF}},
+]
+
+
+@pytest.mark.parametrize("body", MALFORMED, ids=lambda body: None)
+def test_what_is_malformed_is_the_clients_fault(letters, body):
+    data = json.dumps({"model": letters.name, "max_output_tokens": 2, **body}).encode()
+    request = Request(f"{letters.client.base_url}responses", data, {"Content-Type": "application/json"})
+    with pytest.raises(HTTPError) as raised:
+        urlopen(request, timeout=60)
+    assert raised.value.code == 400 and json.load(raised.value)["error"]["type"] == "invalid_request_error"
+
+
 REFUSED = [
     ({"input": []}, "messages must be a list of at least one message"),
     ({"input": [3]}, "input must be a text, or messages, calls of functions"),
@@ -121,7 +198,7 @@ REFUSED = [
     ({"tools": [{"type": "web_search"}]}, "tools must be functions, got web_search"),
     ({"tools": [3]}, "input must be a text, or messages"),
     ({"tools": [{"type": "function", "name": "A"}]}, "template shows it none"),
-    ({"text": {"verbosity": "low"}}, "text must hold a format alone"),
+    ({"text": {"format": None, "verbosity": "low"}}, "text must hold a format alone"),
     ({"text": {"format": {"type": "xml"}}}, "response_format must be of type"),
     ({"max_output_tokens": "9"}, "max_output_tokens must be an integer"),
     ({"max_output_tokens": 0}, "max_new_tokens must be"),

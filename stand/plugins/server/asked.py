@@ -35,10 +35,14 @@ NEUTRAL = {  # values by which a field asks for nothing
 }  # fmt: skip
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 WHOLE = ("max_tokens", "max_completion_tokens", "max_output_tokens", "top_k", "seed")
-OF_THE_SERVER = frozenset({"add_generation_prompt", "tokenize", "return_tensors", "return_dict", "tools"})
+OF_THE_SERVER = frozenset({
+    "add_generation_prompt", "tokenize", "return_tensors", "return_dict", "tools", "messages", "conversation",
+    "chat_template", "load_audio_from_video",
+})  # fmt: skip
 MOST_ANSWERS = 1024  # of a request: those of later ones wait for them
 MOST_LOGPROBS = 20  # per place, as OpenAI has it
 MOST_PENALTY = 2  # as OpenAI has it
+LARGEST = 1e300  # whole numbers beyond are no floats
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -75,6 +79,10 @@ class Asked:
 
 def check_fields(body: Body, served: Collection[str]) -> None:
     """Raises ValueError for a field that would be ignored, and for a value of another kind."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"requests must hold whole characters, got half of one; {error.reason}") from None
     for name, value in body.items():
         is_free = name in served or name in OF_THE_CLIENT or value is None
         if not is_free and value not in NEUTRAL.get(name, ()):
@@ -109,9 +117,23 @@ def _is_message(message: object) -> bool:
     if not isinstance(message, dict) or not _is_text(message.get("role")):
         return False
     content, calls = message.get("content"), message.get("tool_calls")
-    are_calls = calls is None or isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    are_calls = calls is None or isinstance(calls, list) and all(map(_is_call, calls))
     is_listed = isinstance(content, list) and all(map(_is_part, content))
     return are_calls and (is_listed or _is_text(content) or content is None and bool(calls))
+
+
+def _is_call(call: object) -> bool:
+    """Of a function, with arguments by name."""
+    function = call.get("function") or call if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not _is_text(function.get("name")):
+        return False
+    try:
+        given = function.get("arguments")
+        given = json.loads(given) if isinstance(given, str) else given
+        json.dumps(given, ensure_ascii=False).encode()
+    except ValueError:  # no JSON, or half of a character
+        return False
+    return isinstance(given, dict)
 
 
 def _is_part(part: object) -> bool:
@@ -146,7 +168,7 @@ def _check(is_sound: bool, name: str, rule: str, value: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _is_text(value: object) -> bool:

@@ -74,8 +74,14 @@ class Checked:
 
     async def handle_request(self, body: Body, request_id: str) -> object:
         given = {name: value for name, value in body.items() if name != "tools" or body.get("tool_choice") != "none"}
-        response = await super().handle_request(given, request_id)
-        return await response if isawaitable(response) else response  # a stream, see below
+        try:
+            response = await super().handle_request(given, request_id)
+            return await response if isawaitable(response) else response  # a stream, see below
+        except TypeError as error:  # of values that are only looked at where they are used
+            free = [name for name in ("generation_config", "chat_template_kwargs") if body.get(name)]
+            if not free:
+                raise
+            raise ValueError(f"{' and '.join(free)} must hold values that fit, got others: {error}") from error
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[Body], modality: Modality) -> list[Body]:
@@ -88,7 +94,11 @@ class Checked:
             raise ValueError(
                 f"contents must be of {taken} for this model, got {got}; leave them out, or ask another one"
             )
-        return BaseHandler.get_processor_inputs_from_messages(messages, modality)
+        made = BaseHandler.get_processor_inputs_from_messages(messages, modality)
+        for one, given in zip(made, messages, strict=True):
+            if given.get("reasoning_content"):
+                one["reasoning_content"] = given["reasoning_content"]
+        return made
 
     async def _streaming(self, *told: object, **beside: object) -> StreamingResponse:
         """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""

@@ -27,11 +27,8 @@ class ResponseHandler(Checked, library.ResponseHandler):
 
     async def handle_request(self, body: Body, request_id: str) -> object:
         check_fields(body, OF_RESPONSES)
-        given = {
-            "parallel_tool_calls": True,
-            **body,
-            "stream": bool(body.get("stream")),
-        }  # transformers streams unless it is told not to
+        given = {"parallel_tool_calls": True, **body}
+        given["stream"] = bool(body.get("stream"))  # transformers streams unless it is told not to
         given["response_format"] = _form(given.pop("text", None))
         given["max_tokens"] = given.pop("max_output_tokens", None)
         if isinstance(body.get("input"), list):

@@ -81,7 +81,7 @@ class Checked:
             free = [name for name in ("generation_config", "chat_template_kwargs") if body.get(name)]
             if not free:
                 raise
-            raise ValueError(f"{' and '.join(free)} must hold values that fit, got others: {error}") from error
+            raise ValueError(f"{' and '.join(free)} must hold values that fit, got others; {error}") from error
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[Body], modality: Modality) -> list[Body]:

@@ -105,7 +105,7 @@ TARGETS = (
             *("blended_drafter", "cost_drafts", "drafter_promises", "eagle_head", "foreign_drafter", "known_costs"),
             *("law_source", "law_trees", "model_drafter", "chain_length", "step_cost", "text_drafters", "engine"),
             *("assumed_costs", "draft_vocabulary", "eagle_drafter", "growing_draft", "paying_runs", "stream_weights"),
-            *("sharing", "trained_parts", "drafts_of_grammars"),
+            *("sharing", "trained_parts", "drafts_of_grammars", "amd_intel"),
         ),
     ),
     Target(

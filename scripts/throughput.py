@@ -205,16 +205,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         "--output", type=Path, help="new file for one JSON line per problem, N and arm, written as each ends"
     )
     parser.add_argument("--texts", action="store_true", help="put the trajectories' texts into the lines of --output")
-    parser.add_argument("--only", choices=("drafted", "plain"), help="no comparison: one run, trajectories to --output")
-    parser.add_argument("--resume", action="store_true", help="go on with the run of --output, with --only")
-    parser.add_argument(
-        "--until-decided",
-        action="store_true",
-        help="end a problem's trajectories when the others cannot change its majority, with --only (default: all run)",
-    )
-    parser.add_argument(
-        "--cache-gb", type=positive_number, help="most GB of keys and values (`max_cache_bytes`), with --only"
-    )
+    add_run_options(parser)
     arguments = parser.parse_args(command_line)
     if arguments.resume and arguments.only is None:
         parser.error("--resume goes on with a run of trajectories; add --only drafted, as the run began")
@@ -233,6 +224,20 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         arguments.num_problems = max(arguments.problem_counts)
     fill_defaults(arguments)
     return arguments
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Of one run, where nothing is compared."""
+    parser.add_argument("--only", choices=("drafted", "plain"), help="no comparison: one run, trajectories to --output")
+    parser.add_argument("--resume", action="store_true", help="go on with the run of --output, with --only")
+    parser.add_argument(
+        "--until-decided",
+        action="store_true",
+        help="end a problem's trajectories when the others cannot change its majority, with --only (default: all run)",
+    )
+    parser.add_argument(
+        "--cache-gb", type=positive_number, help="most GB of keys and values (`max_cache_bytes`), with --only"
+    )
 
 
 def refuse_idle_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

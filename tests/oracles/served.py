@@ -1,13 +1,18 @@
 """A server for OpenAI's clients in a thread of the test's process, and their own client."""
 
+import copy
 import json
 import re
 import threading
 import time
 
 import openai
+import torch
 import uvicorn
 from free_port import free_port
+from letter_tokenizer import letter_tokenizer
+from tiny_models import tiny_model
+from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 
 import stand
@@ -84,3 +89,11 @@ def written(tokenizer, text: str) -> dict:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     biases = [[[first, second], 1e4] for first, second in zip(tokens, tokens[1:], strict=False)]
     return {"extra_body": {"generation_config": json.dumps({"sequence_bias": biases})}}
+
+
+def serve_letters(folder) -> Served:
+    """A tiny model of single letters."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    return Served(folder, letter_tokenizer(), model, num_rows=4, seed=11)

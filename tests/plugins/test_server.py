@@ -16,7 +16,6 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
-import torch
 from grammar_cases import grammar_tokenizer, take_patterns
 from letter_tokenizer import letter_tokenizer
 from tiny_models import tiny_model
@@ -30,7 +29,7 @@ from free_port import free_port
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as ResponseParams
-from served import CALLS, TEMPLATE, Served, written
+from served import CALLS, TEMPLATE, Served, serve_letters, written
 from transformers import GenerationConfig
 
 from stand.plugins.server import __main__ as command
@@ -41,10 +40,7 @@ from stand.plugins.server.streams import Begun, _Streamer, before_stop
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
-    torch.manual_seed(0)
-    model = copy.deepcopy(tiny_model("llama"))
-    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
-    served = Served(tmp_path_factory.mktemp("letters"), letter_tokenizer(), model, num_rows=4, seed=11)
+    served = serve_letters(tmp_path_factory.mktemp("letters"))
     yield served
     served.end()
 

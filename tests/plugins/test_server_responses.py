@@ -7,23 +7,17 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-import torch
 from grammar_cases import grammar_tokenizer, take_patterns
-from letter_tokenizer import letter_tokenizer
 from tiny_models import tiny_model
-from transformers import GenerationConfig
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 import openai
-from served import CALLS, Served, written
+from served import CALLS, Served, serve_letters, written
 
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
-    torch.manual_seed(0)
-    model = copy.deepcopy(tiny_model("llama"))
-    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
-    served = Served(tmp_path_factory.mktemp("letters"), letter_tokenizer(), model, num_rows=4, seed=11)
+    served = serve_letters(tmp_path_factory.mktemp("letters"))
     yield served
     served.end()
 

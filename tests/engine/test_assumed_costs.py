@@ -1,5 +1,7 @@
 """Costs of steps that are computed where nobody has timed one, and drafts that end at the sizes that steps have."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -198,6 +200,17 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(assumed_costs.ModelSizes, "of", lambda model: sizes)
 
 
+def timing(seconds: float) -> tuple[list[int], Callable[..., StepCost]]:
+    """The rows of every step that is timed, and what times it: one token takes a second, four take `seconds`."""
+    timed: list[int] = []
+
+    def measure(**sizes: float) -> StepCost:
+        timed.append(sizes["num_rows"])
+        return StepCost(num_rows=1, length=32, tokens=(1, 4), seconds=(1.0, seconds))
+
+    return timed, measure
+
+
 @pytest.mark.parametrize(("is_kept", "is_saved"), [(True, False), (False, False), (True, True)])
 def test_eager_steps_of_such_a_gpu_are_timed(on_hopper, monkeypatch, tmp_path, is_kept, is_saved):
     """What is computed, or saved by gpu_bench.py, is the cost of captured steps. The times of one way stay when calls
@@ -205,12 +218,7 @@ def test_eager_steps_of_such_a_gpu_are_timed(on_hopper, monkeypatch, tmp_path, i
     monkeypatch.setenv("STAND_COSTS", str(tmp_path) if is_kept else "off")
     table = stand.CostTable((StepCost(num_rows=1, length=32, tokens=(1, 256), seconds=(1.0, 2.0)),))
     monkeypatch.setattr(blended, "saved_costs", lambda model, folder: table if is_saved else None)
-    timed = []
-
-    def measure(**sizes: float) -> StepCost:
-        timed.append(sizes["num_rows"])
-        return StepCost(num_rows=1, length=32, tokens=(1, 4), seconds=(1.0, 9.0))
-
+    timed, measure = timing(9.0)
     drafter = taught()
     for _ in range(2):
         for way, padded, most in (("triton", PADDED, 255), ("sdpa unfused", (), 3 if is_kept else 255)):
@@ -252,12 +260,7 @@ def test_saved_times_of_a_mixture_are_taken_and_none_are_measured(on_hopper, mon
     monkeypatch.setattr(blended, "is_mixture", lambda model: True)
     table = stand.CostTable((StepCost(num_rows=1, length=32, tokens=(1, 8), seconds=(1.0, 1.1)),))
     monkeypatch.setattr(blended, "saved_costs", lambda model, folder: table if is_saved else None)
-    timed = []
-
-    def measure(**sizes: float) -> StepCost:
-        timed.append(sizes["num_rows"])
-        return StepCost(num_rows=1, length=32, tokens=(1, 4), seconds=(1.0, 1.2))
-
+    timed, measure = timing(1.2)
     drafter = taught()
     assert not is_saved or drafter.most_nodes(1) == 7
     drafter.prepare(1, StepTimer(measure, "triton", PADDED))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from transformers import LogitsProcessor, StoppingCriteria
+from waiting_prompt import PATIENCE, WaitingPrompt
 
 import stand
 
@@ -103,27 +104,17 @@ def served_beside(failing, **asked) -> tuple[list, list]:
         with engine_of().open_run(**SETTINGS, seed=3, **asked) as run:
 
             def submit(prompt: list[int], row: int, run=run, gate=gate):
-                return run.submit(stand.Request(Waits(gate, prompt), rows=[row]))
+                return run.submit(stand.Request(WaitingPrompt(gate, prompt), rows=[row]))
 
             failed = submit(PROMPT, 0) if has_failing else None
             other = submit(OTHER, 1)
             gate.set()
-            found.append(other.result(60)[0].token_ids)
+            found.append(other.result(PATIENCE)[0].token_ids)
             if has_failing:
                 with pytest.raises(failing) as raised:
-                    failed.result(60)
+                    failed.result(PATIENCE)
                 del raised
     return found
-
-
-class Waits(list):
-    def __init__(self, event: threading.Event, prompt: list[int]):
-        super().__init__(prompt)
-        self._event = event
-
-    def __iter__(self):
-        self._event.wait(60)
-        return super().__iter__()
 
 
 class Insists(LogitsProcessor):
@@ -176,9 +167,9 @@ def test_what_is_broken_in_the_model_is_nobodys_own(monkeypatch, is_mended):
         )
         with run:
             gate = threading.Event()
-            futures = [run.submit(stand.Request(Waits(gate, prompt))) for prompt in (PROMPT, OTHER)]
+            futures = [run.submit(stand.Request(WaitingPrompt(gate, prompt))) for prompt in (PROMPT, OTHER)]
             gate.set()
-            errors = [future.exception(60) for future in futures]
+            errors = [future.exception(PATIENCE) for future in futures]
         assert [error is None for error in errors] == [False, is_mended]
         assert "NaN" in str(errors[1]) or is_mended
         del errors, futures

@@ -19,6 +19,7 @@ from failures import failing_after
 from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
+from waiting_prompt import PATIENCE, WaitingPrompt
 from with_pages import needs_pages
 
 import stand
@@ -32,7 +33,6 @@ from stand.scheduling.scheduler import Scheduler
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
 SETTINGS = {"max_new_tokens": 24, "temperature": 0.9, "seed": 3}
-PATIENCE = 60  # seconds; a run that hangs fails its test
 ORACLES = Path(__file__).resolve().parents[1] / "oracles"
 
 
@@ -198,7 +198,7 @@ def test_whoever_ceases_to_wait_ends_his_rows_and_nobody_elses(max_rows):
             told["other"] += len(token_ids)
 
         begins = threading.Event()
-        futures["long"] = run.submit(stand.Request(Waits(begins, PROMPTS[0])), on_tokens=cancel_others)
+        futures["long"] = run.submit(stand.Request(WaitingPrompt(begins, PROMPTS[0])), on_tokens=cancel_others)
         futures["many"] = run.submit(stand.Request([7], num_return_sequences=5), on_tokens=count)
         futures["unread"] = run.submit(PROMPTS[1])
         begins.set()
@@ -207,18 +207,6 @@ def test_whoever_ceases_to_wait_ends_his_rows_and_nobody_elses(max_rows):
         assert len(futures["later"].result(PATIENCE)[0].token_ids) == 2
     assert futures["many"].cancelled() and futures["unread"].cancelled()
     assert (told["other"] > 0) == (max_rows == 2) and told["other"] < 400
-
-
-class Waits(list):
-    """A prompt that is read when others have been submitted."""
-
-    def __init__(self, event: threading.Event, prompt: list[int]):
-        super().__init__(prompt)
-        self._event = event
-
-    def __iter__(self):
-        self._event.wait(PATIENCE)
-        return super().__iter__()
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), asyncio.CancelledError("mine"), SystemExit("mine")])
@@ -244,7 +232,7 @@ def test_an_error_of_a_step_ends_the_run():
     run = engine_of().open_run(logits_processors=[Failing()], stop_token_ids=[], **SETTINGS)
     assert len(tokens_of([run.submit(PROMPTS[0])])) == 1
     gate = threading.Event()
-    futures = [run.submit(stand.Request(Waits(gate, prompt))) for prompt in (PROMPTS[0], [7])]
+    futures = [run.submit(stand.Request(WaitingPrompt(gate, prompt))) for prompt in (PROMPTS[0], [7])]
     gate.set()
     for future in futures:
         with pytest.raises(ArithmeticError, match="no law"):
@@ -295,7 +283,8 @@ def test_where_processors_leave_no_token_only_that_request_fails(settings_at, ru
     told, gate = [], threading.Event()
     with engine_of().open_run(**asked) as run:
         failed = run.submit(
-            stand.Request(Waits(gate, [7]), rows=[3], id="seven"), on_tokens=lambda row, tokens: told.extend(tokens)
+            stand.Request(WaitingPrompt(gate, [7]), rows=[3], id="seven"),
+            on_tokens=lambda row, tokens: told.extend(tokens),
         )
         futures = [run.submit(request) for request in others]
         gate.set()
@@ -321,7 +310,7 @@ def test_a_closed_run_takes_nothing_more():
 def test_an_error_in_the_block_cancels_what_was_submitted():
     gate = threading.Event()
     with pytest.raises(KeyError), engine_of().open_run(max_rows=1, **SETTINGS) as run:
-        futures = [run.submit(stand.Request(Waits(gate, [5]))), run.submit([7])]
+        futures = [run.submit(stand.Request(WaitingPrompt(gate, [5]))), run.submit([7])]
         gate.set()
         raise KeyError
     assert all(future.cancelled() or future.result() for future in futures) and futures[1].cancelled()
@@ -373,7 +362,9 @@ def test_logprobs_come_with_trajectories_and_rows_that_were_cancelled_need_none(
     wanted = engine.generate(PROMPTS[0], logprobs=2, **SETTINGS).logprobs[0]
     with engine_of().open_run(max_rows=1, logprobs=2, **SETTINGS) as run:
         gate = threading.Event()
-        first = run.submit(stand.Request(Waits(gate, PROMPTS[0])), on_tokens=lambda row, token_ids: second.cancel())
+        first = run.submit(
+            stand.Request(WaitingPrompt(gate, PROMPTS[0])), on_tokens=lambda row, token_ids: second.cancel()
+        )
         second = run.submit(stand.Request([7], num_return_sequences=3))
         gate.set()
         found = first.result(PATIENCE)[0].logprobs
@@ -384,7 +375,7 @@ def test_logprobs_come_with_trajectories_and_rows_that_were_cancelled_need_none(
 def test_whoever_waits_for_futures_is_told_of_those_that_were_cancelled():
     with engine_of().open_run(max_rows=1, **SETTINGS) as run:
         gate = threading.Event()
-        futures = [run.submit(stand.Request(Waits(gate, PROMPTS[0])))]
+        futures = [run.submit(stand.Request(WaitingPrompt(gate, PROMPTS[0])))]
         futures += [run.submit(stand.Request([7], num_return_sequences=2)), run.submit([8])]
         for future in futures[1:]:
             future.cancel()
@@ -396,7 +387,9 @@ def test_a_run_that_is_closed_ends_the_request_that_is_being_read():
     gate = threading.Event()
     run = engine_of().open_run(max_rows=1, stop_token_ids=[], **{**SETTINGS, "max_new_tokens": 500})
     told: list[int] = []
-    future = run.submit(stand.Request(Waits(gate, [7])), on_tokens=lambda row, token_ids: told.extend(token_ids))
+    future = run.submit(
+        stand.Request(WaitingPrompt(gate, [7])), on_tokens=lambda row, token_ids: told.extend(token_ids)
+    )
     while run._arrivals.is_waiting:
         time.sleep(0.001)
     run.close(cancel=True, wait=False)

@@ -29,20 +29,13 @@ from free_port import free_port
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as ResponseParams
-from served import CALLS, TEMPLATE, Served, serve_letters, written
+from served import CALLS, TEMPLATE, Served, written
 from transformers import GenerationConfig
 
 from stand.plugins.server import __main__ as command
 from stand.plugins.server.answers import ASKED, Answers
 from stand.plugins.server.asked import NEUTRAL, OF_CHATS, OF_RESPONSES, OF_TEXTS, OF_THE_CLIENT, Asked, check_fields
 from stand.plugins.server.streams import Begun, _Streamer, before_stop
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    served = serve_letters(tmp_path_factory.mktemp("letters"))
-    yield served
-    served.end()
 
 
 def test_a_greedy_chat_is_the_engines(letters):

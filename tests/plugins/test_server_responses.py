@@ -12,14 +12,7 @@ from tiny_models import tiny_model
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 import openai
-from served import CALLS, Served, serve_letters, written
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    served = serve_letters(tmp_path_factory.mktemp("letters"))
-    yield served
-    served.end()
+from served import CALLS, Served, written
 
 
 def respond(served: Served, given: object, **settings) -> object:

@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from transformers import GenerationConfig
 from transformers.cli.serving import response as library
 
-from stand.plugins.server.asked import OF_RESPONSES, check_chat, check_fields
+from stand.plugins.server.asked import OF_RESPONSES, Asked, check_chat, check_fields
 from stand.plugins.server.handlers import Body, Checked, numbers_of, worth_of_drafts
 from stand.plugins.server.streams import before_stop
 from stand.scheduling.request import Trajectory
@@ -23,8 +23,6 @@ CUT_OFF = MappingProxyType({"status": "incomplete", "incomplete_details": {"reas
 class ResponseHandler(Checked, library.ResponseHandler):
     """/v1/responses, of which nothing is stored. An answer that has met its limit is told as incomplete."""
 
-    _served = OF_RESPONSES | {"max_tokens", "response_format"}
-
     async def handle_request(self, body: Body, request_id: str) -> object:
         check_fields(body, OF_RESPONSES)
         given = {"parallel_tool_calls": True, **body}
@@ -36,7 +34,8 @@ class ResponseHandler(Checked, library.ResponseHandler):
         return await super().handle_request(given, request_id)
 
     def _validate_request(self, body: Body) -> None:
-        super()._validate_request(body)
+        """Fields were checked by the names that the client has for them."""
+        Asked.of(body)
         try:
             messages = self._normalize_input(body)
             others = [tool["type"] for tool in body.get("tools") or [] if tool["type"] != "function"]
@@ -95,6 +94,7 @@ class _MendedEvents:
         self._places: dict[str, int] = {}  # by item
         self._held: list[Body] = []  # of a message behind a call, until it has text
         self._over: set[str] = set()
+        self._has_called = False
         self._count = 0
 
     def next(self, event: Body) -> list[Body]:
@@ -105,16 +105,13 @@ class _MendedEvents:
             return []
         if kind == "response.output_item.done":
             self._over.add(name)
+        self._has_called |= item.get("type") == "function_call"
         is_late = item.get("type") == "message" and kind == "response.output_item.added" and self._has_called
         if is_late or self._held and not kind.endswith("delta") and name is not None:
             self._held = [] if kind == "response.output_item.done" else [*self._held, event]
             return []
         told, self._held = [*self._held, event], []
         return [self._numbered(one) for one in told]
-
-    @property
-    def _has_called(self) -> bool:
-        return any("_tool_call_" in name for name in self._places)
 
     def _numbered(self, event: Body) -> Body:
         name = event.get("item_id") or event.get("item", {}).get("id")

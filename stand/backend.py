@@ -18,6 +18,7 @@ from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device, is_nvidia, is_offloaded, tensor_group
+from stand.forward.features import FeatureLayers
 from stand.forward.latent_keys import expanding_layer
 from stand.forward.model import is_mixture, waiting_ropes
 from stand.forward.model_state import foreign_hook
@@ -264,9 +265,8 @@ def _proven(
 
     Those of a mixture are tried fused at first: torch's own products of experts make the host wait, which no graph can
     hold, but for bfloat16 on sm_90 and sm_100 (pytorch #169970)."""
-    wants_features = drafter is not None and drafter.requires_features
     rider = None if drafter is None else drafter.rider
-    asked = {"wants_features": wants_features, "rider": rider}
+    asked = {"feature_layers": None if drafter is None else drafter.asked_features, "rider": rider}
     fusion, unfused = None, ""  # and why there is none
     try:
         obstacle = kernel_obstacle(model, verifier, rider=rider)
@@ -333,14 +333,14 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider 
 
 
 def _kernel_failure(
-    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool, rider: Rider | None
+    model: PreTrainedModel, verifier: Verifier, *, feature_layers: FeatureLayers | None, rider: Rider | None
 ) -> str | None:
     """Why a captured step that was tried cannot run the model, deliver its features or carry the rider, or None.
 
     Raises what a step with kernels raises."""
     from stand.gpu.self_check import kernel_failure
 
-    return kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
+    return kernel_failure(model, verifier, feature_layers=feature_layers, rider=rider)
 
 
 def _ended_in(error: Exception) -> str:
@@ -358,7 +358,7 @@ def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
 
 
 def _fused(
-    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool, rider: Rider | None
+    model: PreTrainedModel, verifier: Verifier, *, feature_layers: FeatureLayers | None, rider: Rider | None
 ) -> tuple[Fusion | None, str]:
     """(proven fused forwards, checked once more all together; behind a reason, why there are none)"""
     from stand.fusion.fusion import fuse
@@ -369,7 +369,7 @@ def _fused(
         return None, f"; not fused, because of {type(error).__name__}: {error}"
     try:
         with fusion.active():
-            failure = _kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
+            failure = _kernel_failure(model, verifier, feature_layers=feature_layers, rider=rider)
     except Exception as error:
         failure = _ended_in(error)
         LOGGER.warning("modules are not fused: %s", failure, exc_info=error)

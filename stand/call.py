@@ -82,7 +82,7 @@ class Call:
         self._is_learning = is_learning
         self._is_seeded = is_seeded
         self._most_rows = most_rows
-        self._wants_features = drafter is not None and drafter.requires_features
+        self._feature_layers = None if drafter is None else drafter.asked_features
         self._rider = None if drafter is None else drafter.rider
         self._on_commit = on_commit
         self.logprobs = logprobs
@@ -91,7 +91,7 @@ class Call:
             new_keys=backend.key_maker(),
             admission=admission,
             on_ready=self._meet_prompt,
-            wants_features=self._wants_features,
+            feature_layers=self._feature_layers,
             kept=kept,
             ranks=backend.ranks,
             border=self._border,
@@ -229,7 +229,7 @@ class Call:
                 law=self._law,
                 verifier=self._verifier,
                 num_top=self._drafter.num_candidates if self._is_learning else 0,
-                wants_features=self._wants_features,
+                feature_layers=self._feature_layers,
                 rider=self._rider,
                 pages=self.scheduler.admission.pages,
                 logprobs=None if self.logprobs is None else self.logprobs.kind,
@@ -238,7 +238,7 @@ class Call:
 
     def _follow(self, entries: Sequence[Entry]) -> None:
         """Show a drafter that asks for features those of what the rows that enter begin with, each prompt once."""
-        if self._wants_features:
+        if self._feature_layers is not None:
             shown: set[Hashable] = set()
             for entry in entries:
                 if beginning(entry.row) not in shown:
@@ -280,7 +280,7 @@ class Call:
         if self._is_open and self._is_settled:
             self._is_settled = not self.scheduler.has_news
         work_on(None)
-        if self._is_learning or self._wants_features:
+        if self._is_learning or self._feature_layers is not None:
             self._step.teach(partial(self._learn, request, batch, verdicts))
 
     def _draft(self, live: LiveRows) -> tuple[DraftRequest | None, DraftBatch]:
@@ -385,9 +385,9 @@ class Call:
         """Teach the drafter what became of its draft, and the target's best tokens at every scored node."""
         interrupted = self.stats.work_on("learn")
         top_ids, top_probs = self._step.top_entries(self._drafter.num_candidates if self._is_learning else 0)
-        features = self._step.features() if self._wants_features else None
+        features = None if self._feature_layers is None else self._step.features()
         lesson = Lesson(request, batch, verdicts.accepted, verdicts.next_tokens, top_ids, top_probs, features=features)
-        if self._wants_features:
+        if self._feature_layers is not None:
             self._drafter.follow(lesson)
         if self._is_learning:
             self._drafter.learn(lesson)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device
-from stand.forward.features import taken_features
+from stand.forward.features import FeatureLayers, taken_features
 from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider, path_ends
@@ -41,7 +41,7 @@ class StepStart:
     law: TargetLaw
     verifier: Verifier
     num_top: int  # the most top entries per node that lessons ask for
-    wants_features: bool = False  # whether lessons ask for the model's last hidden states
+    feature_layers: FeatureLayers | None = None  # the features that lessons ask for, if any
     rider: Rider | None = None  # which backends refuse whose steps do not carry it
     pages: PageAllocator | None = None  # whose page is whose, where the call counts pages
     logprobs: str | None = None  # RAW or PROCESSED of stand/laws/logprobs.py, where `logprobs` will be asked
@@ -49,7 +49,7 @@ class StepStart:
     @property
     def asked(self) -> dict[str, object]:
         """Keywords of an `EagerStep`."""
-        names = ("num_top", "wants_features", "rider", "logprobs")
+        names = ("num_top", "feature_layers", "rider", "logprobs")
         return {name: getattr(self, name) for name in names}
 
 
@@ -94,8 +94,8 @@ class Step(Protocol):
         forward."""
 
     def features(self) -> torch.Tensor:
-        """[M, D]: the model's last hidden state at every node, not written over by later steps; asked where
-        `StepStart.wants_features`."""
+        """[M, D]: those of every node, not written over by later steps; asked where `StepStart.feature_layers` names
+        them."""
 
     def teach(self, lesson: Callable[[], None]) -> None:
         """Call `lesson`, which may ask for `top_entries` and `features`: at once, or where a device works by itself and
@@ -119,7 +119,7 @@ class EagerStep:
         verifier: Verifier,
         *,
         num_top: int,
-        wants_features: bool = False,
+        feature_layers: FeatureLayers | None = None,
         rider: Rider | None = None,
         logprobs: str | None = None,
     ):
@@ -129,7 +129,7 @@ class EagerStep:
         self._law = law
         self._verifier = verifier
         self._num_top = num_top
-        self._wants_features = wants_features
+        self._feature_layers = feature_layers
         self._rider = rider
         self._logprobs = logprobs
         self._batch: DraftBatch | None = None  # from here to `_features` of the last forward
@@ -143,7 +143,7 @@ class EagerStep:
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Fused forwards are swapped once for many steps, but where a step's hooks come and go with it."""
-        is_hooked = self._wants_features or self._rider is not None
+        is_hooked = self._feature_layers is not None or self._rider is not None
         with tree_attention(self._model), nullcontext() if is_hooked else fused(self._model, self.cache):
             yield
 
@@ -152,11 +152,11 @@ class EagerStep:
         plan = StepPlan.for_drafts(batch, live.lengths, **place)
         self._batch, self._live, self._noise = batch, live, noise
         with (
-            taken_features(self._model) if self._wants_features else nullcontext([None]) as taken,
+            taken_features(self._model, self._feature_layers) as taken,
             nullcontext() if self._rider is None else self._rider.watching(),
         ):
             self._logits = run_plan(self._model, self.cache, plan)
-        (self._features,) = taken
+        self._features = taken[0] if taken else None
         if self._rider is not None:
             self._rider.scored(self.cache, batch, live.lengths)
 

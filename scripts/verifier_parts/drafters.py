@@ -44,6 +44,7 @@ class RoomDrafter(stand.Drafter):
     def attach(self, model, fingerprint) -> None:
         self.drafter.attach(model, fingerprint)
         self.num_candidates = self.drafter.num_candidates  # a lookup may have been made
+        self.feature_layers = self.drafter.feature_layers  # known by now
 
     def draft(self, request: stand.DraftRequest) -> DraftBatch:
         self.has_room = request.max_depths >= self.room

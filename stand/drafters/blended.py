@@ -125,6 +125,7 @@ class BlendedDrafter(LookupDrafter):
             self.exchange = exchange_of(self.share, self.lookup, vocabulary_size=size)
         if self.source is not None:
             self.source.attach(model)
+            self.feature_layers = self.source.feature_layers
         if (self.budget, self.costs) == self._chosen:
             self._choose_costs(model)
         else:  # somebody has set them

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.costs.step_cost import StepTimer
+from stand.forward.features import FeatureLayers
 from stand.forward.rider import Rider
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TokenMasks
 
@@ -56,7 +57,7 @@ class Lesson:
     next_tokens: np.ndarray  # [B] int64: the token after the kept path
     top_ids: np.ndarray  # [M, K] int32: the target's best tokens after each node, K = num_candidates
     top_probs: np.ndarray  # [M, K] float32
-    features: torch.Tensor | None = None  # [M, D]: of every node, where the drafter requires them; see `Drafter.follow`
+    features: torch.Tensor | None = None  # [M, W]: of every node, where the drafter requires them; see `Drafter.follow`
 
 
 class CallCounter:
@@ -83,8 +84,14 @@ class Drafter(CallCounter, ABC):
     num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: `learn` is never called
     remembers: bool = True  # whether a call's drafts may depend on what earlier calls have shown; see `start_call`
     rows_apart: bool = False  # whether a row's mates shape its draft by what is learned of them alone, if at all
-    requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
+    requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's hidden states
+    feature_layers: FeatureLayers = ()  # which: the inputs of these decoder layers, or the last hidden states
     rider: Rider | None = None  # what runs on the model's own steps
+
+    @property
+    def asked_features(self) -> FeatureLayers | None:
+        """`feature_layers`, None where features are not required."""
+        return self.feature_layers if self.requires_features else None
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         """`stand.wrap` shows the model and names its vocabulary, before anything else.
@@ -147,10 +154,11 @@ class Drafter(CallCounter, ABC):
         """What a step showed; asked once per step where `num_candidates` is above 0."""
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
-        """A prompt, int32 [L], before its rows start, and the features [L - 1, D] of all its tokens but the last, which
+        """A prompt, int32 [L], before its rows start, and the features [L - 1, W] of all its tokens but the last, which
         is the pending one; asked where `requires_features`.
 
-        A feature is the target's last hidden state, after its final norm, in the model's dtype and on its device.
+        A feature is the target's last hidden state, after its final norm, or the inputs of the decoder layers that
+        `feature_layers` names, side by side in that order; in the model's dtype and on its device.
         """
 
     def follow(self, lesson: Lesson) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import CallCounter, DraftRequest, Lesson
+from stand.forward.features import FeatureLayers
 from stand.forward.rider import Rider
 from stand.trees import DraftBatch, OutsideLaws
 
@@ -24,7 +25,8 @@ class LawSource(CallCounter, ABC):
     text, from what the source was shown, and from planned drafts.
     """
 
-    requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
+    requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's hidden states
+    feature_layers: FeatureLayers = ()  # see `Drafter.feature_layers`; known when it is attached
     rider: Rider | None = None  # see `Drafter.rider`
 
     def attach(self, model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from stand.forward.few_tokens.linear_layers import few_token_layers
 FAMILIES = ("llama", "qwen2")  # of targets
 WEIGHT_FILE = "model.safetensors"
 VOCABULARY = "vocabulary"  # its name in the file
+OF_TOKENS = (VOCABULARY, "d2t", "t2d")  # tensors of a file that are no weights
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights in a file
 MOST_OF_A_REASON = 120  # characters: torch's texts are long, and some advise what is unsafe
 OTHER_WORK = 1.5  # LM head, plans and laws of a run, in decoder layers: what two cores take with two small models
@@ -79,9 +81,14 @@ class TrainedPart(nn.Module):
         return part
 
     def restrict(self, token_ids: Sequence[int] | torch.Tensor) -> None:
-        """Guess these tokens alone. Raises ValueError for none, for tokens that the target does not have, and for other
+        """Guess these tokens alone. Raises ValueError as `checked_vocabulary`."""
+        self.vocabulary = self.checked_vocabulary(token_ids)
+        self._lm_head = (rows_of(self._model[0].get_output_embeddings(), self.vocabulary),)
+
+    def checked_vocabulary(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Ids, int64, ascending. Raises ValueError for none, for tokens that the target does not have, and for other
         numbers than integers."""
-        lm_head = self._model[0].get_output_embeddings()
+        weight = self._model[0].get_output_embeddings().weight
         try:
             given = torch.as_tensor(token_ids)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -89,14 +96,13 @@ class TrainedPart(nn.Module):
         if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
             raise ValueError(f"a vocabulary must hold token ids, got numbers of {given.dtype}; give integers")
         vocabulary = given.to(torch.int64).unique()
-        size = lm_head.weight.shape[0]
+        size = weight.shape[0]
         if len(vocabulary) == 0 or vocabulary[0] < 0 or vocabulary[-1] >= size:
             got = "none" if len(vocabulary) == 0 else f"{int(vocabulary[0])} to {int(vocabulary[-1])}"
             raise ValueError(
                 f"a vocabulary must be some tokens from 0 to {size - 1}, got {got}; give the target's own ids"
             )
-        self.vocabulary = vocabulary.to(lm_head.weight.device)
-        self._lm_head = (_rows_of(lm_head, self.vocabulary),)
+        return vocabulary.to(weight.device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Behind `to` and its like: rows of the LM head that are this part's own go along, the target's do not."""
@@ -158,36 +164,53 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
 
     Raises ValueError where there is none, or a damaged one.
     """
+    file, tensors = _opened(path, names)
+    for name, value in tensors.items():
+        if value.dtype not in DTYPES and name not in OF_TOKENS:
+            raise ValueError(
+                f"{name} in {file} must hold floats of 16, 32 or 64 bits, got {value.dtype}; dequantise it first"
+            )
+        if not value.isfinite().all():
+            raise ValueError(f"{name} in {file} must be finite, got NaN or infinities; train or fetch it again")
+    return dict(tensors)
+
+
+def tensor_names(path: Path, names: Sequence[str]) -> set[str]:
+    """Those of what `read_tensors` would read; no weights are read of a safetensors file. Raises ValueError alike."""
+    return set(_opened(path, names, load=_header)[1])
+
+
+def _header(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, "pt") as tensors:
+        return dict.fromkeys(tensors.keys(), torch.empty(0))
+
+
+def _opened(
+    path: Path, names: Sequence[str], *, load: Callable[[Path], Mapping[str, torch.Tensor]] = load_file
+) -> tuple[Path, Mapping[str, torch.Tensor]]:
+    """load: for a safetensors file."""
     files = [path] if path.is_file() else [path / name for name in names if (path / name).is_file()]
     if not files:
         raise ValueError(f"a trained part must be a file or a folder with {' or '.join(names)}, got {path}; check it")
+    file = files[0]
     try:
-        if files[0].suffix == ".safetensors":
-            tensors = load_file(files[0])
-        else:
-            tensors = torch.load(files[0], map_location="cpu", weights_only=True)
+        is_safe = file.suffix == ".safetensors"
+        tensors = load(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # either library has many, and few name the file
         reason = str(error).strip().partition("\n")[0][:MOST_OF_A_REASON]
         raise ValueError(
-            f"{files[0]} must hold tensors, got {type(error).__name__}: {reason}; fetch or write it again"
+            f"{file} must hold tensors, got {type(error).__name__}: {reason}; fetch or write it again"
         ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise ValueError(f"{files[0]} must hold tensors by name, got {type(tensors).__name__}; write its state_dict()")
-    for name, value in tensors.items():
-        if value.dtype not in DTYPES and name != VOCABULARY:
-            raise ValueError(
-                f"{name} in {files[0]} must hold floats of 16, 32 or 64 bits, got {value.dtype}; dequantise it first"
-            )
-        if not value.isfinite().all():
-            raise ValueError(f"{name} in {files[0]} must be finite, got NaN or infinities; train or fetch it again")
-    return dict(tensors)
+        raise ValueError(f"{file} must hold tensors by name, got {type(tensors).__name__}; write its state_dict()")
+    return file, tensors
 
 
 def _num_weights(modules: Sequence[nn.Module]) -> int:
     return sum({id(part): part.numel() for module in modules for part in module.parameters()}.values())
 
 
-def _rows_of(layer: nn.Linear, rows: torch.Tensor) -> nn.Linear:
+def rows_of(layer: nn.Linear, rows: torch.Tensor) -> nn.Linear:
     """A frozen layer with these of its outputs."""
     part = nn.Linear(layer.in_features, len(rows), bias=layer.bias is not None, device="meta")
     for name, parameter in layer.named_parameters():

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.cache.tree_cache import TreeCache
+from stand.forward.features import FeatureLayers
 from stand.forward.model_state import ModelState
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.recurrent.states import RecurrentStates
@@ -63,7 +64,7 @@ class CapturedStep:
         *,
         num_rows: int,
         fusion: Fusion | None,
-        wants_features: bool = False,
+        feature_layers: FeatureLayers | None = None,
         rider: Rider | None = None,
         logprobs: str | None = None,
         runner: Runner | None = None,
@@ -84,13 +85,12 @@ class CapturedStep:
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._has_states = bool(recurrent_layers(model))  # which take memory by places, as the call has counted them
-        asked = {"wants_features": wants_features, "rider": rider, "has_processors": self._is_split}
+        asked = {"feature_layers": feature_layers, "rider": rider, "has_processors": self._is_split}
         self._output = StepOutput(model, num_rows, keeps_logits=needs_logits(logprobs, law), **asked)
         self.runner = runner_for(model.device) if runner is None else runner
         self._forwards = SwappedForwards(model, fusion)
-        self._tails = (
-            None if rider is None else Tails(model, self._output, num_rows, self.runner, swap=self._forwards.swap)
-        )
+        swap = self._forwards.swap
+        self._tails = None if rider is None else Tails(model, self._output, num_rows, self.runner, swap=swap)
         self._recorded: dict[tuple[StepSize, bool], tuple[StepBody, Program]] = {}  # by size, and whether it is split
         self._by_nodes: dict[tuple[int, int, int, bool], tuple[StepBody, Program]] = {}  # the same by what was met
         self.body: StepBody | None = None  # of the last step prepared

@@ -70,7 +70,7 @@ class GuardedStep:
 
         law, verifier, num_places = start.law, start.verifier, start.num_places  # `start` would keep a prompt's keys
         asked = start.asked
-        beside = {name: asked[name] for name in ("wants_features", "rider", "logprobs")}
+        beside = {name: asked[name] for name in ("feature_layers", "rider", "logprobs")}
 
         def new_eager(table: PageTable) -> EagerStep:
             return PooledStep(model, table, law, verifier, **asked)

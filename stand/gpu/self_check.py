@@ -8,7 +8,6 @@ bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from stand.forward.cache.tree_cache import TreeCache
-from stand.forward.features import taken_features
+from stand.forward.features import FeatureLayers, taken_features
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent.states import RecurrentStates
@@ -67,19 +66,19 @@ def kernel_failure(
     model: PreTrainedModel,
     verifier: Verifier,
     *,
-    wants_features: bool = False,
+    feature_layers: FeatureLayers | None = None,
     rider: Rider | None = None,
     size: CheckSize | None = None,
 ) -> str | None:
     """Why the captured step cannot serve the model with this rule, or None where it does what the host does.
 
-    wants_features: whether it must deliver last hidden states; rider: which it must carry; size: default `FULL` on a
+    feature_layers: the features that it must deliver, if any; rider: which it must carry; size: default `FULL` on a
     GPU, `INTERPRETED` elsewhere, cut to the model's context. Raises what a step raises, of whatever class.
     """
     if model.device.type != "cuda" and (obstacle := interpreter_obstacle()):
         return obstacle
     size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
-    asked = {"wants_features": wants_features, "rider": rider}
+    asked = {"feature_layers": feature_layers, "rider": rider}
     check = StepCheck(model, verifier, size.within(max_positions(model)), **asked)
     failures = chain(map(check.failure, size.laws), map(partial(check.failure, penalty=PENALTY), size.penalised))
     return next(filter(None, failures), None)
@@ -95,12 +94,12 @@ class StepCheck:
         verifier: Verifier,
         size: CheckSize,
         *,
-        wants_features: bool,
+        feature_layers: FeatureLayers | None,
         rider: Rider | None,
     ):
         """Raises ValueError where layers keep keys of different types, and what the model raises."""
         self._model, self._verifier, self._tolerance = model, verifier, LOGIT_TOLERANCES[model.dtype]
-        self._wants_features, self._rider = wants_features, rider
+        self._feature_layers, self._rider = feature_layers, rider
         generator, vocabulary = np.random.default_rng(0), text_config(model).vocab_size
         prompts = [generator.integers(0, vocabulary, length + 1).astype(np.int32) for length in size.lengths]
         self._rows = [Row(index, prompt, max(size.nodes)) for index, prompt in enumerate(prompts)]
@@ -124,7 +123,7 @@ class StepCheck:
         """What a step under this law, behind a repetition penalty if that is not 1, gets wrong, or None."""
         batch, processors = self._batch, [] if penalty == 1.0 else [RepetitionPenaltyLogitsProcessor(penalty)]
         law = TargetLaw(params, processors=ProcessorChain(processors) if processors else None)
-        asked = {"wants_features": self._wants_features, "rider": self._rider}
+        asked = {"feature_layers": self._feature_layers, "rider": self._rider}
         step = CapturedStep(self._model, law, self._verifier, num_rows=len(batch) + 1, fusion=None, **asked)
         step.begin(StepStart(len(batch) + 1, self._rows, self._keys, law, self._verifier, num_top=BEST, **asked))
         for place, row in enumerate(self._rows):
@@ -149,8 +148,8 @@ class StepCheck:
         if self._keys.recurrent.layers:
             rule = "recurrent states must be those behind the kept path"
             differences[rule] = self._state_difference(step.states(), verdicts)
-        if self._wants_features:
-            rule = "last hidden states must equal those of eager attention"
+        if self._features is not None:
+            rule = "hidden states must equal those of eager attention"
             differences[rule] = relative_difference(step.features().float(), self._features)
         if guesses is not None:
             rule = "a rider's guesses must be those that it makes in eager steps"
@@ -188,16 +187,16 @@ class StepCheck:
         self, pending: Sequence[int], nodes: Sequence[int]
     ) -> tuple[DraftBatch, torch.Tensor, torch.Tensor | None]:
         """Trees of `BRANCHES` children per node, the eager forward's best tokens, level by level; its logits [M, V] and
-        last hidden states [M, D], where they are wanted."""
+        features [M, D], where they are wanted."""
         tokens = [np.full(count, token, dtype=np.int32) for token, count in zip(pending, nodes, strict=True)]
         known = 1
         while True:
             batch = DraftBatch.concatenate([DraftTree.branching(one, BRANCHES) for one in tokens])
             plan = StepPlan.for_drafts(batch, self._lengths, device=self._model.device)
-            with taken_features(self._model) if self._wants_features else nullcontext() as features:
+            with taken_features(self._model, self._feature_layers) as features:
                 logits = run_plan(self._model, self._keys, plan).float()
             if known >= max(nodes):
-                return batch, logits, features[0].float() if self._wants_features else None
+                return batch, logits, features[0].float() if features else None
             best = torch.topk(logits, BRANCHES, dim=1).indices.cpu().numpy()
             for first, own in zip(batch.offsets, tokens, strict=False):
                 children = np.arange(1, len(own))

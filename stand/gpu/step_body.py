@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from stand.forward.attention_shape import AttentionShape
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.cache.key_shape import key_shape
-from stand.forward.features import taken_features
+from stand.forward.features import FeatureLayers, feature_width, taken_features
 from stand.forward.model import text_config
 from stand.forward.packed_plan import running
 from stand.forward.rider import Rider
@@ -46,7 +46,7 @@ class StepOutput:
         model: PreTrainedModel,
         num_rows: int,
         *,
-        wants_features: bool = False,
+        feature_layers: FeatureLayers | None = None,
         rider: Rider | None = None,
         keeps_logits: bool = False,
         has_processors: bool = False,
@@ -61,11 +61,13 @@ class StepOutput:
         self.scores = torch.zeros_like(self.laws) if has_processors else None  # theirs, before and after
         self.logits = torch.zeros_like(self.laws) if keeps_logits else None  # for log-probabilities
         self.rider = rider
-        self.features: torch.Tensor | None = None  # [most, D]: last hidden states, where they are wanted
+        self._feature_layers = feature_layers
+        self.features: torch.Tensor | None = None  # [most, D]: of the forward, where they are wanted
         self.watched: torch.Tensor | None = None  # [most, D]: what the rider sees of the forward
         size = (NUM_TOKENS[-1], config.hidden_size)
-        if wants_features:
-            self.features = torch.zeros(size, dtype=model.dtype, device=model.device)
+        if feature_layers is not None:
+            wide = NUM_TOKENS[-1], feature_width(model, feature_layers)
+            self.features = torch.zeros(wide, dtype=model.dtype, device=model.device)
         if rider is not None:
             self.watched = torch.zeros(size, dtype=model.dtype, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
@@ -97,7 +99,7 @@ class StepOutput:
         return (
             self.has_splits_of(start.num_places)
             and (self.scores is not None or not start.law.has_processors)
-            and (self.features is not None or not start.wants_features)
+            and start.feature_layers in (None, self._feature_layers)
             and (self.logits is not None or not needs_logits(start.logprobs, start.law))
             and (start.rider is None or start.rider is self.rider)
         )
@@ -131,13 +133,11 @@ class StepOutput:
 
     @contextmanager
     def features_of(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within it the forward leaves its last hidden states in `features`, where they are wanted."""
-        if self.features is None:
+        """Within it the forward leaves the features that are wanted in `features`."""
+        with taken_features(model, self._feature_layers) as taken:
             yield
-            return
-        with taken_features(model) as taken:
-            yield
-        self.features[: len(taken[0])].copy_(taken[0])
+        if taken:
+            self.features[: len(taken[0])].copy_(taken[0])
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.cache.tree_cache import TreeCache
-from stand.forward.features import no_features, taken_features
+from stand.forward.features import FeatureLayers, no_features, taken_features
 from stand.forward.long_factors import long_factors
 from stand.forward.model import PROMPT_CHUNK, prefill_chunk
 from stand.forward.ranks import ALONE, Ranks
@@ -40,7 +40,7 @@ class PromptKeys:
         new_keys: Callable[[int], TreeCache],
         admission: Admission,
         on_ready: Callable[[Row], None],
-        wants_features: bool,
+        feature_layers: FeatureLayers | None,
         kept: KeptPrompts | None = None,
         ranks: Ranks = ALONE,
         border: int | None = None,
@@ -56,7 +56,7 @@ class PromptKeys:
         self._new_keys = new_keys
         self._admission = admission
         self._model = model
-        self._wants_features = wants_features
+        self._feature_layers = feature_layers
         self._on_ready = on_ready
         self._kept = kept
         self._ranks = ranks
@@ -90,9 +90,8 @@ class PromptKeys:
         prompt = self._prompts[start]
         while prompt.done < row.num_cached and self._budget > 0:
             before = max(prompt.done, 0)
-            taking = taken_features(self._model) if self._wants_features else nullcontext([])
             prompt.is_cut = True  # by an error or an interrupt, after which it is offered to later calls
-            with taking as features:
+            with taken_features(self._model, self._feature_layers) as features:
                 done = self._prefilled(row, prompt, before)
             prompt.features += features
             prompt.done, prompt.is_cut = done, False
@@ -108,13 +107,13 @@ class PromptKeys:
             with exclusive(self._model):
                 return prefill_media(self._model, prompt.keys, row.history, row.media)
         factors = long_factors(self._model) if prompt.is_beyond else nullcontext()
-        asked = {"takes_features": self._wants_features, "rotary_offset": row.rotary_offset}
+        asked = {"takes_features": self._feature_layers is not None, "rotary_offset": row.rotary_offset}
         with tree_attention(self._model), factors:
             return prefill_chunk(self._model, prompt.keys, row.history[:-1], done, row=0, **asked)
 
     def features(self, prompt: Prefilled) -> torch.Tensor:
         """[L - 1, D] of a prompt of L tokens that is ready."""
-        return torch.cat(prompt.features) if prompt.features else no_features(self._model)
+        return torch.cat(prompt.features) if prompt.features else no_features(self._model, self._feature_layers)
 
     def keep_only(self, row: Row | None, problems: Iterable[int] = ()) -> None:
         """Drop the keys that neither `row`, the next one to enter, nor rows of these problems begin with."""
@@ -150,14 +149,14 @@ class PromptKeys:
         if pieces > 0:
             prompt.begin_with(source, pieces)
             prompt.copied = prompt.done
-            prompt.features = source.features[:pieces] if self._wants_features else []
+            prompt.features = [] if self._feature_layers is None else source.features[:pieces]
         prompt.noting = {max((common for common, _ in shared), default=0)}
         if self._kept is not None:
             prompt.noting.add(prompt.pieces_of(row.num_cached))
         return prompt
 
     def _is_of_use(self, source: Prefilled) -> bool:
-        return bool(source.features) or not self._wants_features
+        return bool(source.features) or self._feature_layers is None
 
     def _count(self, row: Row, prompt: Prefilled) -> None:
         """What `row` begins with is complete."""

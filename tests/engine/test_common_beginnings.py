@@ -192,7 +192,7 @@ def test_chunks_are_run_as_far_as_is_allowed():
     row, told = Row(0, np.array(SHARED, dtype=np.int32), 5), []
     keys = prompt_keys.PromptKeys(
         tiny_model("qwen2"), new_keys=partial(TreeCache, 1), admission=Admission(), on_ready=told.append,
-        wants_features=False,
+        feature_layers=None,
     )  # fmt: skip
     assert keys.ready(row) is None
     for is_ready in (False, False, True, True):

@@ -104,8 +104,7 @@ def test_nothing_is_taken_where_nobody_asks(monkeypatch):
     drafter = Plain()
     generate(drafter)
     assert not drafter.prompts and not drafter.lessons
-    monkeypatch.setattr("stand.step.taken_features", refuse)
-    monkeypatch.setattr("stand.forward.features.taken_features", refuse)
+    monkeypatch.setattr("stand.forward.features._hooks", refuse)
     generate(Plain())
     with pytest.raises(AssertionError, match="features were taken"):
         generate(Recorder())

@@ -117,7 +117,7 @@ def test_nobody_else_pays(monkeypatch):
     captured = engine.backend._previous.captured
     engine.generate(input_ids=PROMPTS, **SETTINGS, draft=False)
     assert engine.backend._previous.captured is captured
-    monkeypatch.setattr(step_body, "taken_features", refuse)
+    monkeypatch.setattr("stand.forward.features._hooks", refuse)
     other = stand.wrap(kernel_model("qwen2"), backend="triton", fuse=False)
     other.generate(input_ids=PROMPTS, **SETTINGS)
     assert other.backend._previous.captured._output.features is None
@@ -125,7 +125,7 @@ def test_nobody_else_pays(monkeypatch):
 
 def test_the_check_sees_features_that_are_wrong(monkeypatch):
     model = copy.deepcopy(kernel_model("qwen2"))
-    assert self_check.kernel_failure(model, get_verifier("match"), wants_features=True) is None
+    assert self_check.kernel_failure(model, get_verifier("match"), feature_layers=()) is None
     right = step_body.StepOutput.features_of
 
     def one_place_on(output, target):
@@ -134,6 +134,4 @@ def test_the_check_sees_features_that_are_wrong(monkeypatch):
         output.features.copy_(output.features.roll(1, 0))
 
     monkeypatch.setattr(step_body.StepOutput, "features_of", step_body.contextmanager(one_place_on))
-    assert "last hidden states must equal" in self_check.kernel_failure(
-        model, get_verifier("match"), wants_features=True
-    )
+    assert "hidden states must equal" in self_check.kernel_failure(model, get_verifier("match"), feature_layers=())

@@ -1,4 +1,4 @@
-"""EAGLE-1 as a drafter: trees of tokens drawn from the recorded laws of a trained head."""
+"""EAGLE as a drafter: trees of tokens drawn from the recorded laws of a trained head."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from stand.drafters.blended import MOST_NODES, default_budget
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
+from stand.drafters.eagle.attached import Head, attached
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
-from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count, check_temperature
@@ -20,9 +20,11 @@ from stand.trees import ROOT, DraftBatch, TreeShape
 
 
 class EagleDrafter(Drafter):
-    """Drafts by a trained head that extrapolates the target's features (EAGLE-1, arXiv 2401.15077).
+    """Drafts by a trained head that extrapolates the target's features (EAGLE-1, arXiv 2401.15077; EAGLE-3, arXiv
+    2503.01840).
 
-    head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
+    head: an `EagleHead` or `Eagle3Head` of the target, or the file or folder of a checkpoint, read when the engine is
+    made.
     budget: the most nodes of all rows of a step together; None: `default_budget` of the model.
     runs: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. None: 6. The
     paper's tree takes 5.
@@ -43,7 +45,7 @@ class EagleDrafter(Drafter):
 
     def __init__(
         self,
-        head: EagleHead | str | PathLike,
+        head: Head | str | PathLike,
         *,
         budget: int | None = None,
         runs: int | None = None,
@@ -71,7 +73,8 @@ class EagleDrafter(Drafter):
         self._rows: FollowedRows | None = None
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
-        self.head = EagleHead.of(model, self.head)
+        self.head = attached(model, self.head)
+        self.feature_layers = self.head.feature_layers
         self._default_budget = default_budget(model)
         self._rows = FollowedRows(model, self.head)
 

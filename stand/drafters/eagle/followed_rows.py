@@ -9,14 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import Lesson
-from stand.drafters.eagle.head import EagleHead
+from stand.drafters.eagle.attached import Head
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import prefill_features
 from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.model import PROMPT_CHUNK, fused
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
-from stand.fusion.on_cpu import fused_twin
 
 MOST_PROMPTS = 256  # whose features wait for their first draft; of a prompt beyond, the target computes them anew
 
@@ -32,7 +31,7 @@ class FollowedRows:
     nodes of a draft are written behind them and forgotten.
     """
 
-    def __init__(self, target: PreTrainedModel, head: EagleHead) -> None:
+    def __init__(self, target: PreTrainedModel, head: Head) -> None:
         self._target, self._head = target, head
         self._cache: TreeCache | None = None  # from the first rows on
         self._prompts: dict[bytes, torch.Tensor] = {}  # by the tokens that have features: these
@@ -43,7 +42,7 @@ class FollowedRows:
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         """See `Drafter.follow_prompt`."""
-        self._prompts[token_ids[:-1].tobytes()] = features
+        self._prompts[token_ids[:-1].tobytes()] = self._combined(features)
         if len(self._prompts) > MOST_PROMPTS:
             del self._prompts[next(iter(self._prompts))]  # the oldest
 
@@ -58,7 +57,7 @@ class FollowedRows:
             nodes.append(path)
             counts.append(len(path))
         places = torch.from_numpy(np.concatenate(nodes).astype(np.int64)).to(lesson.features.device)
-        for row, fresh in enumerate(lesson.features[places].split(counts)):
+        for row, fresh in enumerate(self._combined(lesson.features[places]).split(counts)):
             if counts[row]:
                 self._fresh[row] = torch.cat([self._fresh[row], fresh])
 
@@ -118,6 +117,12 @@ class FollowedRows:
         )  # fmt: skip
         return self._run(plan, features)
 
+    @torch.inference_mode()
+    def _combined(self, given: torch.Tensor) -> torch.Tensor:
+        """What the head goes on from, of the hidden states that the target has given."""
+        with few_token_layers(self._head):
+            return self._head.combined(given)
+
     def _run(self, plan: StepPlan, features: torch.Tensor) -> torch.Tensor:
         """The head on the plan's pairs: [M, D]."""
         keys, self._keys = self._keys, []  # where an error ends this, no row is held
@@ -140,8 +145,7 @@ class FollowedRows:
         if known:
             self._cache.fan_out([known[0] if source is None else source for source in sources])
         else:
-            fusion = fused_twin(self._target, self._target.get_decoder().layers[0], self._head, "layers.0")
-            self._cache = TreeCache(num_rows=len(keys), room=room, fusion=fusion)
+            self._cache = TreeCache(num_rows=len(keys), room=room, fusion=self._head.fusion())
         empty = torch.empty(0, self._head.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
         self._fresh = [empty if source is None else self._fresh[source] for source in sources]
         self._lengths = np.array([0 if source is None else self._lengths[source] for source in sources])
@@ -167,7 +171,9 @@ class FollowedRows:
             return
         if features is None:
             with tree_attention(self._target):
-                features = prefill_features(self._target, TreeCache(num_rows=1, room=length), history[:-1], row=0)
+                asked = {"row": 0, "layers": self._head.feature_layers}
+                given = prefill_features(self._target, TreeCache(num_rows=1, room=length), history[:-1], **asked)
+            features = self._combined(given)
         for start in range(0, length - 1, PROMPT_CHUNK):
             end = min(start + PROMPT_CHUNK, length - 1)
             plan = StepPlan.for_prompt(history[start + 1 : end + 1], start, row=place, device=self._target.device)

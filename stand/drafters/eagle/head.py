@@ -19,8 +19,11 @@ from transformers import PreTrainedModel
 from stand.argument_checks import check_flags
 from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
 from stand.forward.cache.cache_argument import cache_argument
+from stand.forward.features import FeatureLayers
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
+from stand.fusion.fusion import Fusion
+from stand.fusion.on_cpu import fused_twin
 
 WEIGHT_FILES = (WEIGHT_FILE, "pytorch_model.bin")
 EMBEDDING = "embed_tokens.weight"
@@ -36,6 +39,8 @@ class EagleHead(TrainedPart):
 
     Raises ValueError for a target of another family than Llama or Qwen2.
     """
+
+    feature_layers: FeatureLayers = ()
 
     def __init__(self, target: PreTrainedModel, *, has_input_norm: bool = False) -> None:
         super().__init__(target)
@@ -95,6 +100,15 @@ class EagleHead(TrainedPart):
         kwargs[cache_argument(self.layers[0])] = cache
         return self.layers[0](hidden, position_embeddings=angles, position_ids=position_ids, **kwargs)
 
+    def combined(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The features themselves."""
+        return hidden
+
+    def fusion(self) -> Fusion | None:
+        """Of its layer on a CPU: what was proven for the target's first one."""
+        target = self._model[0]
+        return fused_twin(target, target.get_decoder().layers[0], self, "layers.0")
+
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """[..., V]: the target's LM head."""
         return self._target[1](features)
@@ -112,8 +126,8 @@ class EagleHead(TrainedPart):
         if unknown or missing:
             raise ValueError(
                 "an EAGLE-1 checkpoint must hold fc.*, layers.0.* and may hold embed_tokens.weight, got "
-                f"{_named(unknown)} beyond them and lacks {_named(missing)}; take a head that was trained for this "
-                "model (heads of later EAGLE versions are not read)"
+                f"{named(unknown)} beyond them and lacks {named(missing)}; take a head that was trained for this "
+                "model"
             )
         for name, value in tensors.items():
             if tuple(value.shape) != shapes[name]:
@@ -138,5 +152,5 @@ class FrozenEmbedding(nn.Module):
         return nn.functional.embedding(token_ids, self.weight)
 
 
-def _named(tensors: Sequence[str]) -> str:
+def named(tensors: Sequence[str]) -> str:
     return ", ".join(tensors[:4]) or "nothing"

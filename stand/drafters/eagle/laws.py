@@ -1,4 +1,4 @@
-"""EAGLE-1 as a source of laws: the default drafter blends what the head says with what the lookup has seen."""
+"""EAGLE as a source of laws: the default drafter blends what the head says with what the lookup has seen."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson
+from stand.drafters.eagle.attached import Head, attached
 from stand.drafters.eagle.followed_rows import FollowedRows
-from stand.drafters.eagle.head import EagleHead
 from stand.drafters.law_source import LawSource, Planner
 from stand.drafters.law_trees import LawTrees, Place, roots
 from stand.drafters.paying_runs import PayingRuns, laws_of_runs
@@ -21,9 +21,10 @@ MOST_RUNS = 6  # of the head per step
 
 
 class EagleLaws(LawSource):
-    """Laws of a trained head (EAGLE-1, arXiv 2401.15077) for `BlendedDrafter(source=...)`.
+    """Laws of a trained head (EAGLE-1, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840) for `BlendedDrafter(source=...)`.
 
-    head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
+    head: an `EagleHead` or `Eagle3Head` of the target, or the file or folder of a checkpoint, read when the engine is
+    made.
     runs: the most times that the head runs in a step, each time on all rows as one batch: first at the pending tokens,
     then on planned nodes that it has not seen. None: as often as it pays (`PayingRuns`), or not at all; by measured
     time, or in calls with a seed by what a run reads and does.
@@ -38,7 +39,7 @@ class EagleLaws(LawSource):
 
     def __init__(
         self,
-        head: EagleHead | str | PathLike,
+        head: Head | str | PathLike,
         *,
         runs: int | None = None,
         temperature: float = 1.0,
@@ -59,7 +60,8 @@ class EagleLaws(LawSource):
         self._paying: PayingRuns | None = None  # where `runs` is None
 
     def attach(self, model: PreTrainedModel) -> None:
-        self.head = EagleHead.of(model, self.head)
+        self.head = attached(model, self.head)
+        self.feature_layers = self.head.feature_layers
         self._rows = FollowedRows(model, self.head)
         if self.runs is None:
             self._paying = PayingRuns(self.head.share_of_step(), most=MOST_RUNS)

@@ -1,0 +1,119 @@
+"""How an EAGLE-3 head is built, as its checkpoint's config.json says it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from stand.forward.features import FeatureLayers
+from stand.forward.model import MOVING_ROPES, text_config
+
+CONFIG_FILE = "config.json"
+CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by kinds of layers
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Settings:
+    """Of one head.
+
+    feature_layers: the target's decoder layers whose inputs it reads.
+    norm_before_residual: the first layer goes on from the normed feature. norm_before_fc: one norm over the features
+    side by side; fc_norm: one norm for each. norm_output: the final norm's output is the estimated feature.
+    """
+
+    config: PretrainedConfig  # of its layers
+    feature_layers: FeatureLayers
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel) -> Eagle3Settings:
+        """One Llama layer of the target's sizes, as the paper trains it (arXiv 2503.01840)."""
+        config = text_config(target)
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        sizes = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+        others = {name: getattr(config, name) for name in ("vocab_size", "max_position_embeddings", "rms_norm_eps")}
+        rope = dict(config.rope_parameters)
+        return cls(
+            LlamaConfig(num_hidden_layers=1, rope_parameters=rope, **sizes, **others), usual_layers(target)
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, folder: Path, target: PreTrainedModel) -> Eagle3Settings:
+        """Of a checkpoint as SafeAILab, SpecForge or vLLM's speculators publish it.
+
+        Raises ValueError where there is none, or one that this target or these layers do not fit.
+        """
+        try:
+            given = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"an EAGLE-3 checkpoint must be a folder with {CONFIG_FILE}, got {folder} ({type(error).__name__}); "
+                "fetch all files of it"
+            ) from error
+        layers = given.get("transformer_layer_config", given)
+        nested = given.get("eagle_config") or {}
+        kind, size = layers.get("model_type", "llama"), given.get("target_hidden_size") or layers.get("hidden_size")
+        obstacles = {
+            f"layers of the kinds {', '.join(CONFIGS)}, got {kind!r}": kind not in CONFIGS,
+            "hidden states of several layers, got use_aux_hidden_state=false": not nested.get(
+                "use_aux_hidden_state", True
+            ),
+            f"features of {text_config(target).hidden_size} numbers, as this target's, got {size}": size
+            != text_config(target).hidden_size,
+            "layers without sliding windows, got some with": "sliding_attention" in (layers.get("layer_types") or ()),
+        }
+        for rule, is_met in obstacles.items():
+            if is_met:
+                raise ValueError(f"an EAGLE-3 head must have {rule}; take a head that was trained for this model")
+        config = CONFIGS[kind].from_dict(layers)
+        rope = config.rope_parameters.get("rope_type")
+        if rope in MOVING_ROPES:
+            raise ValueError(
+                f"an EAGLE-3 head must rotate by frequencies that stay the same, got {rope!r}; take another head"
+            )
+        found = _layers_read(given, nested, target)
+        return cls(config, found, **{name: bool(given.get(name)) for name in NORMS})
+
+    def as_json(self, target: PreTrainedModel, num_guessed: int) -> dict[str, object]:
+        """What `read` reads, and what vLLM and SGLang ask for."""
+        theta = self.config.rope_parameters["rope_theta"]  # which transformers 4 looks for by itself
+        own = self.config.to_diff_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": theta}
+        sizes = {"draft_vocab_size": num_guessed, "target_hidden_size": text_config(target).hidden_size}
+        layers = {
+            "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.feature_layers],
+                "use_aux_hidden_state": True,
+            },
+        }
+        return own | sizes | layers | {name: True for name in NORMS if getattr(self, name)}
+
+
+def usual_layers(target: PreTrainedModel) -> FeatureLayers:
+    """The third, the middle and the third last layer, as all published code has them."""
+    count = len(target.get_decoder().layers)
+    return tuple(min(max(layer, 0), count - 1) for layer in (2, count // 2, count - 3))
+
+
+def _layers_read(given: dict, nested: dict, target: PreTrainedModel) -> FeatureLayers:
+    """vLLM counts a layer by its input; what stands in `eagle_config` is SGLang's, which counts by its output."""
+    name, count = "eagle_aux_hidden_state_layer_ids", len(target.get_decoder().layers)
+    if given.get(name):
+        layers = tuple(given[name])
+    elif nested.get(name):
+        layers = tuple(layer + 1 for layer in nested[name])
+    else:
+        return usual_layers(target)
+    if not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
+        raise ValueError(
+            f"an EAGLE-3 head must read inputs of the target's {count} decoder layers, got those of {list(layers)}; "
+            "take the head that was trained for this model"
+        )
+    return layers

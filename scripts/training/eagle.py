@@ -74,8 +74,8 @@ def agreement_on(head: EagleHead, target: PreTrainedModel, generations: list[Gen
 
 RECIPE = Recipe(
     "eagle",
-    "fc.weight",
-    lambda target, options: EagleHead(target),
+    "fc.bias",
+    lambda target, options, generations: EagleHead(target),
     EagleHead.load,
     lambda head, target, generations: head_batch(target, generations),
     head_loss,

@@ -30,7 +30,7 @@ from workloads.problems import draw_problem
 
 import stand
 from stand.drafters.trained_part import WEIGHT_FILE
-from training.checkpoint import ANEW, FACTS, SETTINGS, claim, forget_checkpoints
+from training.checkpoint import ANEW, SETTINGS, claim, forget_checkpoints
 from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head
 
@@ -102,8 +102,8 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     claim(arguments.checkpoints, fixed_settings(recipe, arguments, tasks), FILES, remedy=remedy)
     facts: dict[str, object] = {}
     if not arguments.evaluate:
-        head = recipe.make(model, arguments).train()
         generations = generate(arguments, model, tokenizer, held_out=False)
+        head = recipe.make(model, arguments, generations).train()
         progress = train_head(
             recipe, head, model, generations, arguments.checkpoints, minutes=arguments.minutes, steps=arguments.steps,
             tokens_per_batch=arguments.tokens_per_batch, learning_rate=arguments.learning_rate,
@@ -247,7 +247,7 @@ def check_folders(recipe: Recipe, arguments: argparse.Namespace) -> None:
 
 def is_own(recipe: Recipe, folder: Path) -> bool:
     """Whether the folder holds weights of this kind, as `train_*.py` writes them, and nothing else."""
-    if not {path.name for path in folder.iterdir()} <= {WEIGHT_FILE, FACTS}:
+    if not {path.name for path in folder.iterdir()} <= recipe.files:
         return False
     try:
         with safe_open(folder / WEIGHT_FILE, "pt") as file:

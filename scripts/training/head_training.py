@@ -15,7 +15,8 @@ import torch
 from measuring.progress import duration, say
 from transformers import PreTrainedModel
 
-from training.checkpoint import load_state, save_state
+from stand.drafters.trained_part import WEIGHT_FILE
+from training.checkpoint import FACTS, load_state, save_state
 from training.generations import Generation, shuffled_batches
 from training.master_weights import MasterAdamW
 from training.trainer import apply_step, budget_share, rate_at
@@ -38,11 +39,12 @@ class Recipe:
 
     name: str  # of the kind; the weights of the bundled model's lie in scripts/drafters/<name>
     tensor: str  # that is in every file of this kind and in no other
-    make: Callable[[PreTrainedModel, Namespace], torch.nn.Module]
+    make: Callable[[PreTrainedModel, Namespace, list[Generation]], torch.nn.Module]
     load: Callable[[PreTrainedModel, Path], torch.nn.Module]
     batch: Callable[[torch.nn.Module, PreTrainedModel, list[Generation]], Batch]
     loss: Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, float]]  # and the share of equal best tokens
     agreement: Callable[[torch.nn.Module, PreTrainedModel, list[Generation]], object]  # the same on held-out texts
+    files: frozenset[str] = frozenset({WEIGHT_FILE, FACTS})  # that a folder of trained weights holds
 
 
 def padded_tokens(generations: list[Generation]) -> torch.Tensor:

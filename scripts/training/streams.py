@@ -127,7 +127,7 @@ def agreement_on(streams: Streams, target: PreTrainedModel, generations: list[Ge
 RECIPE = Recipe(
     "streams",
     "lift.weight",
-    lambda target, options: Streams(
+    lambda target, options, generations: Streams(
         target, num_streams=options.streams, num_layers=options.layers, rank=options.rank
     ),
     Streams.load,

@@ -1,4 +1,4 @@
-"""Whose head drafts: of EAGLE-1 or EAGLE-3, as an object or as a checkpoint."""
+"""Whose head drafts: of EAGLE-1, EAGLE-3 or the target's own checkpoint, as an object or by its path."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from transformers import PreTrainedModel
 
 from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.drafters.eagle.head import WEIGHT_FILES, EagleHead
+from stand.drafters.eagle.mtp_head import MtpHead
 from stand.drafters.trained_part import tensor_names
 
-Head = EagleHead | Eagle3Head
+Head = EagleHead | Eagle3Head | MtpHead
+MTP = "mtp"
 
 
 def attached(target: PreTrainedModel, head: Head | str | PathLike) -> Head:
-    """`head` as the target's own (`TrainedPart.of`); what a path leads to is told by the names of its tensors."""
+    """`head` as the target's own (`TrainedPart.of`); what a path leads to is told by the names of its tensors.
+
+    MTP: the multi-token-prediction layer of the target's own checkpoint.
+    """
+    if isinstance(head, (Eagle3Head, MtpHead)):
+        return type(head).of(target, head)
+    if head == MTP:
+        return MtpHead.of(target, target.config.name_or_path)
     if isinstance(head, (str, PathLike)):
-        is_third = any(".hidden_norm." in name for name in tensor_names(Path(head), WEIGHT_FILES))
-    else:
-        is_third = isinstance(head, Eagle3Head)
-    return (Eagle3Head if is_third else EagleHead).of(target, head)
+        names = tensor_names(Path(head), WEIGHT_FILES)
+        return (Eagle3Head if any(".hidden_norm." in name for name in names) else EagleHead).of(target, head)
+    return EagleHead.of(target, head)

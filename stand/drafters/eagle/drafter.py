@@ -23,8 +23,8 @@ class EagleDrafter(Drafter):
     """Drafts by a trained head that extrapolates the target's features (EAGLE-1, arXiv 2401.15077; EAGLE-3, arXiv
     2503.01840).
 
-    head: an `EagleHead` or `Eagle3Head` of the target, or the file or folder of a checkpoint, read when the engine is
-    made.
+    head: an `EagleHead`, `Eagle3Head` or `MtpHead` of the target, or the file or folder of a checkpoint, read when the
+    engine is made; "mtp": the multi-token-prediction layer of the target's own checkpoint.
     budget: the most nodes of all rows of a step together; None: `default_budget` of the model.
     runs: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. None: 6. The
     paper's tree takes 5.

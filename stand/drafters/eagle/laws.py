@@ -23,8 +23,8 @@ MOST_RUNS = 6  # of the head per step
 class EagleLaws(LawSource):
     """Laws of a trained head (EAGLE-1, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840) for `BlendedDrafter(source=...)`.
 
-    head: an `EagleHead` or `Eagle3Head` of the target, or the file or folder of a checkpoint, read when the engine is
-    made.
+    head: an `EagleHead`, `Eagle3Head` or `MtpHead` of the target, or the file or folder of a checkpoint, read when the
+    engine is made; "mtp": the multi-token-prediction layer of the target's own checkpoint.
     runs: the most times that the head runs in a step, each time on all rows as one batch: first at the pending tokens,
     then on planned nodes that it has not seen. None: as often as it pays (`PayingRuns`), or not at all; by measured
     time, or in calls with a seed by what a run reads and does.

@@ -15,14 +15,16 @@ import numpy as np
 
 cnp.import_array()
 
-from stand.trees.arguments import check_is_batch, checked_nodes, int64_array, tail, whole, within
+from stand.trees.arguments import check_is_batch, checked_nodes, int64_array, tail, within
 from stand.trees.compiled import check_batch, checked_laws, tokens_of
 from stand.trees.checked_file import LookupFileError, checked_fingerprint
-from stand.trees.draft import NO_TOKEN, DraftBatch
 from stand.trees.fork_safety import lock_at_forks
+from stand.trees.longest_match.draft_arrays import (
+    MAX_ORDER, batch_of, checked_orders, empty_arrays, empty_table, shapes_per_row
+)
 from stand.trees.longest_match.file import read_lookup_tree, write_lookup_tree
 from stand.trees.noise import DRAFT, TARGET, step_keys
-from stand.trees.kinds import KIND_NUMBERS, KINDS, SHAPED_KINDS
+from stand.trees.kinds import KIND_NUMBERS
 
 include "core.pxi"
 include "../include/digest.pxi"
@@ -33,7 +35,6 @@ include "arrays.pxi"
 cdef extern from "../include/compact_wrappers.h":
     pass
 
-MAX_ORDER = 16
 MAX_CANDIDATES = 256
 
 
@@ -89,7 +90,7 @@ cdef class LookupTree:
 
     def __cinit__(self, *, orders=(1, 2, 3, 4), num_candidates=10, min_rate=0.1, fingerprint=b""):
         self._lookup = NULL
-        self.orders = _checked_orders(orders)
+        self.orders = checked_orders(orders)
         self.num_candidates = within(num_candidates, "num_candidates", 1, MAX_CANDIDATES, 10)
         self.min_rate = within(min_rate, "min_rate", 0.0, 1.0, 0.1)
         self.fingerprint = checked_fingerprint(fingerprint)
@@ -242,14 +243,7 @@ cdef class LookupTree:
         Raises ValueError on an empty history, an unknown kind, an unsound shape, or a position outside [0, 2**31).
         """
         self._check_floor(floor_order)
-        if kind not in SHAPED_KINDS:
-            raise ValueError(f"kind must be one of {SHAPED_KINDS}, got {kind!r}; sampled is usual")
-        shapes = [shape] * len(histories) if hasattr(shape, "parents") else list(shape)
-        if len(histories) == 0 or len(shapes) != len(histories):
-            raise ValueError(
-                f"draft needs one history and one shape per row, got {len(histories)} and {len(shapes)}; one TreeShape "
-                "serves all rows"
-            )
+        shapes = shapes_per_row(shape, len(histories), kind)
         cdef vector[int32_t] windows, sizes
         fill_windows(histories, self._lookup.max_order(), windows, sizes)
         cdef list held = []
@@ -322,12 +316,3 @@ cdef class LookupTree:
                 raise LookupFileError(
                     f"{path} must hold sound contexts, got a broken one of order {self.orders[index]}; build it again"
                 )
-
-
-def _checked_orders(orders):
-    cdef list numbers = [whole(order, "orders") for order in orders]
-    if not numbers or numbers != sorted(set(numbers)) or numbers[0] < 1 or numbers[len(numbers) - 1] > MAX_ORDER:
-        raise ValueError(
-            f"orders must be ascending and within 1..{MAX_ORDER}, got {tuple(numbers)}; (1, 2, 3, 4) is usual"
-        )
-    return tuple(numbers)

@@ -1,29 +1,5 @@
 # Laws from outside of a lookup, as arrays of Python and as the tree in C++ that growth and learning look them up in.
 
-def laws_of_heads(cls, top_ids, top_probs, *, source=0):
-    """Of heads that guess one place each, whatever the tokens before it are (Medusa, arXiv 2401.10774).
-
-    top_ids int32[B, H, K], top_probs float32[B, H, K]: head h's law of the token h + 1 places after the pending
-    one.
-    """
-    ids, probs = np.asarray(top_ids), np.asarray(top_probs)
-    if ids.ndim != 3 or ids.shape != probs.shape:
-        raise ValueError(
-            f"top_ids and top_probs must be two [B, H, K] arrays, got {ids.shape} and {probs.shape}; "
-            "H is the number of heads, K that of tokens per law"
-        )
-    num_rows, num_heads, width = ids.shape
-    heads = np.arange(num_heads, dtype=np.int32)
-    return cls(
-        num_heads * np.arange(num_rows + 1, dtype=np.int32),
-        np.tile(heads - 1, num_rows),
-        np.full(num_rows * num_heads, C_ANY_TOKEN, dtype=np.int32),
-        ids.reshape(-1, width),
-        probs.reshape(-1, width),
-        source=source,
-    )
-
-
 cdef class OutsideLaws:
     """What trained heads say comes next: a small tree per row, with a law at each of its nodes.
 

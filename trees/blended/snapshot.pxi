@@ -4,19 +4,6 @@
 MOST_ENTRIES = tuple([CLookup.max_entries(order) for order in range(NUM_ORDERS)])
 NUM_ODDS = C_NUM_ODDS
 
-cdef tuple contents_of(path, fingerprint, max_bytes):
-    """(parameters of the lookup that is to be made, arrays, digest, cap of the one that was saved)"""
-    if max_bytes is not None:
-        max_bytes = checked_cap(max_bytes)
-    parameters, arrays, digest = read_blended_lookup(
-        path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
-    )
-    own_cap = parameters["max_bytes"]
-    if max_bytes is not None:
-        parameters["max_bytes"] = max_bytes
-    return parameters, arrays, digest, own_cap
-
-
 cdef dict arrays_of(Snapshot& snapshot):
     return {
         "roots": _copy(cnp.NPY_UINT32, snapshot.roots.data(), snapshot.roots.size()),
@@ -93,7 +80,14 @@ def load_blended_lookup(cls, path, *, fingerprint=None, max_bytes=None):
     cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
     OSError where unreadable.
     """
-    parameters, arrays, digest, own_cap = contents_of(path, fingerprint, max_bytes)
+    if max_bytes is not None:
+        max_bytes = checked_cap(max_bytes)
+    parameters, arrays, digest = read_blended_lookup(
+        path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
+    )
+    own_cap = parameters["max_bytes"]
+    if max_bytes is not None:
+        parameters["max_bytes"] = max_bytes
     cdef BlendedLookup lookup
     try:
         lookup = cls(**parameters)

@@ -39,7 +39,8 @@ SECOND_FACTOR: int
 
 Numbers = int | Sequence[int] | np.ndarray
 
-def uniforms(seed: int, stream: int, rows: Numbers, steps: Numbers, nodes: Numbers, *, slot: int = 0) -> np.ndarray: ...
+def check_stream(seed: int, stream: int) -> None: ...
+def fill_uniforms(seed: int, stream: int, words: np.ndarray, slot: int, out: np.ndarray) -> bool: ...
 def node_uniforms(
     seed: int,
     stream: int,

@@ -32,22 +32,6 @@ cdef enum:
     WORD_BITS = 32  # of rows, steps, nodes and slots
 
 
-def uniforms(seed, stream, rows, steps, nodes, *, slot=0):
-    """float64 uniforms in (0, 1), one per (row, step, node); the arguments broadcast against each other.
-
-    seed and stream are in [0, 2**64); rows, steps, nodes and slot in [0, 2**32). Raises ValueError otherwise.
-    """
-    _check_stream(seed, stream)
-    rows, steps, nodes = int64_array(rows, "rows"), int64_array(steps, "steps"), int64_array(nodes, "nodes")
-    words = np.empty((3, *np.broadcast(rows, steps, nodes).shape), dtype=np.int64)
-    words[0], words[1], words[2] = rows, steps, nodes
-    out = np.empty(words.shape[1:], dtype=np.float64)
-    is_slot = 0 <= whole(slot, "slot") < 2**WORD_BITS
-    if not is_slot or not _fill_uniforms(seed, stream, words.reshape(3, -1), slot, out.reshape(-1)):
-        raise ValueError("rows, steps, nodes and slot must be in [0, 2**32), got others; number rows and steps from 0")
-    return out
-
-
 def node_uniforms(
     seed,
     stream,
@@ -63,7 +47,7 @@ def node_uniforms(
 
     Ranges as in `uniforms`. Raises ValueError otherwise.
     """
-    _check_stream(seed, stream)
+    check_stream(seed, stream)
     cdef const int64_t[::1] rows = np.ascontiguousarray(row_numbers, dtype=np.int64)
     cdef const int64_t[::1] steps = np.ascontiguousarray(step_numbers, dtype=np.int64)
     cdef const int32_t[::1] offsets = np.ascontiguousarray(row_offsets, dtype=np.int32)
@@ -103,7 +87,7 @@ def fill_tests(
 
     Ranges as in `uniforms`. Raises ValueError otherwise, and where they do not fit.
     """
-    _check_stream(seed, 0)
+    check_stream(seed, 0)
     cdef const int64_t[::1] rows = np.ascontiguousarray(row_numbers, dtype=np.int64)
     cdef const int64_t[::1] steps = np.ascontiguousarray(step_numbers, dtype=np.int64)
     cdef const int32_t[::1] offsets = np.ascontiguousarray(row_offsets, dtype=np.int32)
@@ -131,7 +115,7 @@ def step_keys(seed, stream, rows, steps):
 
     seed and stream are in [0, 2**64); rows [n] and steps [n] in [0, 2**32). Raises ValueError otherwise.
     """
-    _check_stream(seed, stream)
+    check_stream(seed, stream)
     cdef const int64_t[::1] row_numbers = np.atleast_1d(int64_array(rows, "rows"))
     cdef const int64_t[::1] step_numbers = np.atleast_1d(int64_array(steps, "steps"))
     cdef Py_ssize_t num_keys = row_numbers.shape[0], i
@@ -166,12 +150,15 @@ cdef int _check_offsets(const int32_t[::1] offsets, const int64_t[::1] rows, con
     return 0
 
 
-def _check_stream(seed, stream):
+def check_stream(seed, stream):
+    """Raises ValueError."""
     if not (0 <= whole(seed, "seed") < 2**64 and 0 <= whole(stream, "stream") < 2**64):
         raise ValueError(f"seed and stream must be in [0, 2**64), got {seed} and {stream}; seeds have 64 bits")
 
 
-cdef bint _fill_uniforms(uint64_t seed, uint64_t stream, const int64_t[:, ::1] words, uint64_t slot, double[::1] out):
+def fill_uniforms(
+    uint64_t seed, uint64_t stream, const int64_t[:, ::1] words not None, uint64_t slot, double[::1] out not None
+):
     """out[i] = the uniform of (seed, stream, *words[:, i], slot); False where a word is out of range."""
     cdef Py_ssize_t i
     cdef uint64_t key = stream_key(seed, stream), bits = 0

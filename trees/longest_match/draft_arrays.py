@@ -1,4 +1,4 @@
-"""What the lookup tree's compiled code asks of Python: arguments that are checked once a draft, arrays that it fills."""
+"""What the compiled code of the lookup tree asks of Python: arguments that it checks once a draft, arrays to fill."""
 
 from __future__ import annotations
 

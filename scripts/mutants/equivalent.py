@@ -622,7 +622,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     ): "all cores of a machine have one name",
     (
         "trees/noise.pxi",
-        "_check_stream(seed, 0)",
+        "check_stream(seed, 0)",
         "0 -> 1",
     ): "both are streams; the seed is checked",
     (

@@ -10,7 +10,7 @@ a lookup that was warmed up on the same prompts and is then frozen, and as many 
 sampling is worked out exactly, by forwards of the model and products of probabilities (law_parts/continuation_law.py).
 Per prompt the frequencies of whole continuations, and of places where they leave the likely ones, are compared with
 it by chi-square; rare cells count as one. One statistic over all prompts, one p-value per verifier and draft kind.
---drafter blended adds the laws of an EAGLE-1 head to the lookup's, eagle drafts by the head alone (sampled), streams
+--drafter blended adds the laws of an EAGLE head to the lookup's, eagle drafts by the head alone (sampled), streams
 and streams-blended are the same with streams (Speculative Streaming), neighbours adds the laws of `NeighbourLaws`.
 The lossy rule `typical` is run too, on a quarter of the continuations: a test that does not refuse it is blind.
 
@@ -92,7 +92,7 @@ def options_of_one(parser: argparse.ArgumentParser) -> None:
     """Those that one check alone has; `OWN` names their defaults."""
     parser.add_argument("--kinds", type=names, help="draft kinds for `law` (default: sampled,mixed)")
     parser.add_argument("--drafter", choices=DRAFTER_NAMES, help="of `law` (default: lookup)")
-    parser.add_argument("--head", type=Path, help="EAGLE-1 head or streams (default: those shipped)")
+    parser.add_argument("--head", type=Path, help="EAGLE head or streams (default: those shipped)")
     parser.add_argument(
         "--continuations", type=positive_integer, help="of one arm of `law`, all prompts together (default: 20000)"
     )

@@ -1,4 +1,4 @@
-"""Tokens per step of the lookup, of an EAGLE-1 head, of streams, and of either one or of nearest neighbours blended
+"""Tokens per step of the lookup, of an EAGLE head, of streams, and of either one or of nearest neighbours blended
 with the lookup, at equal draft nodes, by number of samples.
 
     python scripts/compare_drafters.py                                        # bundled model and its shipped head
@@ -37,6 +37,7 @@ from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 
 import stand
+from stand.drafters.eagle.attached import Head, attached
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
@@ -61,7 +62,7 @@ HEADER = (
 
 
 def drafter_makers(
-    arguments: argparse.Namespace, head: EagleHead | None, streams: Streams | None, temperature: float
+    arguments: argparse.Namespace, head: Head | None, streams: Streams | None, temperature: float
 ) -> dict[str, Callable[[int], stand.Drafter]]:
     """Name of an arm: its drafter for so many rows."""
     law = {"temperature": temperature or 1.0}
@@ -88,22 +89,24 @@ def drafter_makers(
     return makers
 
 
-def head_of(arguments: argparse.Namespace, model) -> EagleHead | None:
-    return _trained(arguments, "head", EagleHead, model) if OF_ARMS["head"] & set(arguments.arms) else None
+def head_of(arguments: argparse.Namespace, model) -> Head | None:
+    is_asked = OF_ARMS["head"] & set(arguments.arms)
+    return _trained(arguments, "head", EagleHead, attached, model) if is_asked else None
 
 
 def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
-    return _trained(arguments, "streams", Streams, model) if OF_ARMS["streams"] & set(arguments.arms) else None
+    is_asked = OF_ARMS["streams"] & set(arguments.arms)
+    return _trained(arguments, "streams", Streams, Streams.load, model) if is_asked else None
 
 
-def _trained(arguments: argparse.Namespace, option: str, kind: type, model):
+def _trained(arguments: argparse.Namespace, option: str, kind: type, load: Callable, model):
     """What the option names, or what has random weights. Raises ValueError where it was not trained for the model."""
     name = str(getattr(arguments, option) or SHIPPED[option])
     if name == RANDOM:
         torch.manual_seed(arguments.seed)
         return kind(model).eval()
     told = {"option": f"--{option}", "model": arguments.model, "remedy": "name that, or leave out its --arms"}
-    return load_trained(kind.load, model, Path(name), **told)
+    return load_trained(load, model, Path(name), **told)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict]:
@@ -204,7 +207,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--head",
         type=Path,
-        help="folder or file of an EAGLE-1 head, or random (default: the bundled model's)",
+        help="folder or file of an EAGLE-1 or EAGLE-3 head, or random (default: the bundled model's)",
     )
     parser.add_argument(
         "--streams",

@@ -234,6 +234,10 @@ class Contact:
         """An untrained EAGLE-1 head drafts from the hidden states that captured steps deliver."""
         return self._compared(self.model, temperature=0.6, source=self._random_head)
 
+    def eagle3(self) -> str:
+        """An untrained EAGLE-3 head drafts from the inputs of several layers that captured steps deliver."""
+        return self._compared(self.model, temperature=0.6, source=self._random_eagle3)
+
     def streams(self) -> str:
         """Untrained streams run behind the verdicts of captured steps."""
         return self._compared(self.model, temperature=0.6, source=self._random_streams)
@@ -321,6 +325,14 @@ class Contact:
         torch.manual_seed(0)
         return stand.EagleLaws(EagleHead(self.model).eval(), runs=3)
 
+    def _random_eagle3(self) -> LawSource:
+        import stand
+        from stand.drafters.eagle.eagle3_head import Eagle3Head
+        from stand.drafters.eagle.eagle3_settings import Eagle3Settings
+
+        torch.manual_seed(0)
+        return stand.EagleLaws(Eagle3Head(self.model, Eagle3Settings.for_target(self.model)).eval(), runs=3)
+
     def _random_streams(self) -> LawSource:
         import stand
         from stand.drafters.streams.weights import Streams
@@ -404,8 +416,8 @@ class Contact:
 
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "arrivals", "grammar",
-    "image", "growth", "head", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents", "experts",
-    "two_engines",
+    "image", "growth", "head", "eagle3", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents",
+    "experts", "two_engines",
 )  # fmt: skip
 
 

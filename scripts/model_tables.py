@@ -46,7 +46,7 @@ from workloads.problem_sets import Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS
 
 from stand.drafters.costs.step_cost import CostTable
-from stand.drafters.eagle.head import EagleHead
+from stand.drafters.eagle.attached import Head, attached
 
 PARTS = ("replay", "rules", "loop", "calibration", "time")
 SETTINGS = "0.8:0.95,0.6:0.95,1.0:0.95,0.3:0.95,0.8:1.0,1.0:1.0"
@@ -90,9 +90,9 @@ class Run:
         return self._loaded
 
     @cached_property
-    def head(self) -> EagleHead:
+    def head(self) -> Head:
         """What --head names."""
-        return load_trained(EagleHead.load, self.model[0], self.options.head, option="--head", model=self.options.model)
+        return load_trained(attached, self.model[0], self.options.head, option="--head", model=self.options.model)
 
     def prompts(self, count: int) -> list[list[int]]:
         """Token ids of the first problems."""
@@ -266,9 +266,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--costs", type=existing_file, help="file of step costs of one row: what drafts would do to the time"
     )
-    parser.add_argument(
-        "--head", type=Path, help="an EAGLE-1 head of the model: `rules` with chains that it draws, too"
-    )
+    parser.add_argument("--head", type=Path, help="an EAGLE head of the model: `rules` with chains that it draws, too")
     parser.add_argument(
         "--folder", type=Path, default=Path("results/model_tables"), help="of recordings and results (%(default)s)"
     )

@@ -10,7 +10,7 @@ from measuring.setup import DRAFTERS, load_trained
 
 import stand
 from law_parts.continuations import NODES_PER_ROW, rows_per_call, settings
-from stand.drafters.eagle.head import EagleHead
+from stand.drafters.eagle.attached import attached
 from stand.drafters.streams.weights import Streams
 from stand.drafters.trained_part import TrainedPart
 
@@ -26,8 +26,8 @@ def trained_part(model, options: argparse.Namespace) -> TrainedPart | None:
     """What the drafter needs beside the lookup. Raises ValueError where --head names another model's, or none."""
     if options.drafter in HEADLESS:
         return None
-    kind = Streams if options.drafter.startswith("streams") else EagleHead
-    return load_trained(kind.load, model, options.head, option="--head", model=options.model)
+    load = Streams.load if options.drafter.startswith("streams") else attached
+    return load_trained(load, model, options.head, option="--head", model=options.model)
 
 
 def new_drafter(

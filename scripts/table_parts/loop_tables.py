@@ -12,7 +12,7 @@ from verifier_parts.drafters import RoomDrafter
 from verifier_parts.verifier_tables import estimate, gain, resampled, with_error
 
 import stand
-from stand.drafters.eagle.head import EagleHead
+from stand.drafters.eagle.attached import Head
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from table_parts.path_laws import PathLawsDrafter
 from table_parts.token_drafter import TokenDrafter
@@ -27,7 +27,7 @@ RULES = {
     "deterministic": ("match",),
     "chains": ("token", "block", "match"),
 }
-HEAD_CHAINS = "head's chains"  # of an EAGLE-1 head
+HEAD_CHAINS = "head's chains"  # of an EAGLE head
 LEARNERS = {"all nodes' laws": stand.BlendedDrafter, "kept paths' laws": PathLawsDrafter, "tokens": TokenDrafter}
 
 
@@ -38,7 +38,7 @@ class LoopArm:
     name: str
     rules: tuple[str, ...]
     kind: str = "sampled"
-    head: EagleHead | Path | None = None  # or where its checkpoint lies
+    head: Head | Path | None = None  # or where its checkpoint lies
     temperature: float = 1.0  # of the head's laws
     learner: type[stand.BlendedDrafter] = field(default=stand.BlendedDrafter, compare=False)
 

@@ -211,6 +211,7 @@ def test_drafters_take_the_path_of_a_head(make, tmp_path):
         ({"hidden_size": 64}, "features of 32 numbers, as this target's, got 64"),
         ({"target_hidden_size": 48}, "features of 32 numbers, as this target's, got 48"),
         ({"layer_types": ["sliding_attention"]}, "layers without sliding windows, got some with"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, "layers without sliding windows"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "frequencies that stay the same, got 'dynamic'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, r"7 decoder layers, got .* \[2, 4, 7\]"),
         ({"eagle_aux_hidden_state_layer_ids": [-1, 3, 6]}, r"7 decoder layers, got those of \[-1, 3, 6\]"),

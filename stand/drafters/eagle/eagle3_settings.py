@@ -67,12 +67,13 @@ class Eagle3Settings:
             ),
             f"features of {text_config(target).hidden_size} numbers, as this target's, got {size}": size
             != text_config(target).hidden_size,
-            "layers without sliding windows, got some with": "sliding_attention" in (layers.get("layer_types") or ()),
         }
         for rule, is_met in obstacles.items():
             if is_met:
                 raise ValueError(f"an EAGLE-3 head must have {rule}; take a head that was trained for this model")
         config = CONFIGS[kind].from_dict(layers)
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):  # Qwen3 has other names for it, too
+            raise ValueError("an EAGLE-3 head must have layers without sliding windows, got some with; take another")
         rope = config.rope_parameters.get("rope_type")
         if rope in MOVING_ROPES:
             raise ValueError(

@@ -11,6 +11,7 @@ from plain_eagle3 import LAYER, deep_target, plain_logits3, random_eagle3
 from safetensors.torch import load_file, save_file
 from tiny_models import SHAPE, tiny_model
 from two_tokens import assert_greedy_equals_transformers
+from workloads.tiny_classes import tiny_model as tiny_class
 
 import stand
 from stand.drafters.eagle.attached import attached
@@ -222,6 +223,13 @@ def test_settings_that_do_not_fit_are_refused(config, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LAYERS_CONFIG | config), encoding="utf-8")
     with pytest.raises(ValueError, match=f"an EAGLE-3 head must .*{message}.*; take"):
         Eagle3Settings.read(tmp_path, deep_target())
+
+
+@pytest.mark.parametrize("config", [{}, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}])
+def test_a_target_whose_layers_have_another_name_is_refused(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LAYERS_CONFIG | config), encoding="utf-8")
+    with pytest.raises(ValueError, match="must have a target with `layers` .*, got GPT2LMHeadModel; draft for it with"):
+        Eagle3Settings.read(tmp_path, tiny_class("gpt2"))
 
 
 @pytest.mark.parametrize("text", [None, "{", "\xff"])

@@ -150,6 +150,23 @@ def test_a_call_for_features_of_other_layers_takes_no_graphs_over(monkeypatch):
     assert engine.backend._previous.captured is not captured
 
 
+def test_the_check_sees_small_features_beside_large_ones(monkeypatch):
+    """Embeddings are: what the first layer reads must be right by its own measure."""
+    model = copy.deepcopy(kernel_model("qwen2"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1e-3)
+    right = step_body.StepOutput.features_of
+
+    def without_embeddings(output, target):
+        with right(output, target):
+            yield
+        output.features[:, 32:64] = 0.0
+
+    assert self_check.kernel_failure(model, get_verifier("match"), feature_layers=LAYERS) is None
+    monkeypatch.setattr(step_body.StepOutput, "features_of", step_body.contextmanager(without_embeddings))
+    assert "hidden states must equal" in self_check.kernel_failure(model, get_verifier("match"), feature_layers=LAYERS)
+
+
 @pytest.mark.parametrize("layers", [(), LAYERS])
 def test_the_check_sees_features_that_are_wrong(layers, monkeypatch):
     model = copy.deepcopy(kernel_model("qwen2"))

@@ -94,9 +94,9 @@ def test_heads_of_speculators_are_read(has_own, tmp_path):
     embedding = deep_target().get_input_embeddings().weight.detach().clone()
     embedding[7] += float(has_own)
     beside = {"verifier_norm.weight": torch.ones(SIZE), "verifier_lm_head.weight": torch.ones(COUNT, SIZE)}
-    tensors = published("layers.0") | {"embed_tokens.weight": embedding} | beside
+    tensors = published("model.layers.0" if has_own else "layers.0") | {"embed_tokens.weight": embedding} | beside
     head = Eagle3Head.load(deep_target(), written(tmp_path, tensors, NESTED))
-    assert set(tensors) - set(head.state_dict()) == {
+    assert {name.removeprefix("model.") for name in tensors} - set(head.state_dict()) == {
         "d2t", "t2d", *beside, *([] if has_own else ["embed_tokens.weight"])
     }  # fmt: skip
     assert head.feature_layers == INPUTS and head.settings.norm_before_residual
@@ -195,7 +195,7 @@ def test_heads_of_both_kinds_are_told_apart_by_their_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("make", [
-    stand.EagleDrafter, lambda path: stand.BlendedDrafter(budget=8, source=stand.EagleLaws(path, runs=2))
+    stand.EagleDrafter, lambda path: stand.BlendedDrafter(budget=8, source=stand.EagleLaws(path))
 ])  # fmt: skip
 def test_drafters_take_the_path_of_a_head(make, tmp_path):
     drafter = make(written(tmp_path, published(), CONFIG))

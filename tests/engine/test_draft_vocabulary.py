@@ -1,15 +1,18 @@
 """A head or streams that guess frequent tokens alone: what they say, what is saved, and the law that comes out."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from plain_eagle import random_head
+from plain_eagle3 import random_eagle3
 from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
+from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.streams.weights import Streams
 
@@ -104,16 +107,25 @@ def test_tokens_that_the_target_does_not_have_are_refused(ids, got):
         random_head(tiny_model("llama")).restrict(ids)
 
 
-def restricted_head(target, ids) -> EagleHead:
-    head = random_head(target, scale=1.5)
+def restricted_head(target, ids, make=random_head) -> EagleHead:
+    head = make(target, scale=1.5)
     head.restrict(ids)
     return head
 
 
+def knowing_head(target, ids) -> Eagle3Head:
+    """That has never known others."""
+    return random_eagle3(target, scale=1.5, vocabulary=ids)
+
+
+MAKERS = [restricted_head, partial(restricted_head, make=random_eagle3), knowing_head]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("blended", [False, True])
-def test_drafts_hold_frequent_tokens_and_greedy_stays(blended):
+def test_drafts_hold_frequent_tokens_and_greedy_stays(blended, make):
     target = tiny_model("llama")
-    head = restricted_head(target, FREQUENT)
+    head = make(target, FREQUENT)
     source = stand.EagleLaws(head, runs=3)
     drafter = stand.BlendedDrafter(budget=12, source=source) if blended else stand.EagleDrafter(head, budget=12)
     engine, batches = stand.wrap(target, drafter=drafter), []
@@ -125,9 +137,10 @@ def test_drafts_hold_frequent_tokens_and_greedy_stays(blended):
     assert_greedy_equals_transformers(engine, target, PROMPTS)
 
 
-def test_the_first_two_tokens_follow_the_target():
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_first_two_tokens_follow_the_target(make):
     """Chi-square against the exact law; the target itself says tokens that are never guessed."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
-    drafter = stand.EagleDrafter(restricted_head(target, [1, 3, 4]), budget=3 * 1000, runs=2)
+    drafter = stand.EagleDrafter(make(target, [1, 3, 4]), budget=3 * 1000, runs=2)
     assert two_token_statistic(stand.wrap(target, drafter=drafter), target) < 50

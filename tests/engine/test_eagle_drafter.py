@@ -1,5 +1,6 @@
 """EAGLE's drafts: recorded laws against a slow twin, what calls and rows may do, and settings."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from failures import failing_after
 from plain_eagle import plain_logits, random_head
+from plain_eagle3 import plain_logits3, random_eagle3
 from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from turns import PROMPTS, restless_calls, take_turns
@@ -14,12 +16,19 @@ from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
 from stand.drafters.eagle import followed_rows
+from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.fusion.forwards.attention import FusedAttention
 from stand.trees import DraftBatch, DraftTree, LookupTree, TreeShape
 from stand.verifiers import fitting_names
 
 TARGETS = ("llama", "qwen2")
+FREQUENT = list(range(0, VOCABULARY_SIZE, 2))
+HEADS = [  # targets, and how heads are made for them: EAGLE-3's for any
+    *((target, random_head) for target in TARGETS),
+    ("qwen2", random_eagle3),
+    ("qwen3", partial(random_eagle3, kind="qwen3", num_layers=2, vocabulary=FREQUENT, norm_output=True)),
+]
 
 
 unproven_model = tiny_model.__wrapped__  # another one at every call
@@ -43,7 +52,8 @@ class CheckedDrafter(stand.EagleDrafter):
             parent = int(draft.parents[node])
             paths[node] = [*paths[parent], int(draft.token_ids[node])]
             assert len(paths[node]) <= min(max_depth, self.runs)
-            logits = plain_logits(self.head, self._model, history, paths[parent]) / self.temperature
+            plain = plain_logits3 if isinstance(self.head, Eagle3Head) else plain_logits
+            logits = plain(self.head, self._model, history, paths[parent]) / self.temperature
             best = np.argsort(-logits)[: self.law_size]
             law = np.exp(logits - logits.max()) * np.isin(np.arange(len(logits)), best)
             law[taken.setdefault(parent, [])] = 0.0
@@ -59,14 +69,14 @@ class CheckedDrafter(stand.EagleDrafter):
         self._model = model
 
 
-def checked(target: str, **settings) -> CheckedDrafter:
-    return CheckedDrafter(random_head(tiny_model(target), scale=1.5), num_candidates=7, temperature=1.3, **settings)
+def checked(target: str, make=random_head, **settings) -> CheckedDrafter:
+    return CheckedDrafter(make(tiny_model(target), scale=1.5), num_candidates=7, temperature=1.3, **settings)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "make"), HEADS)
 @pytest.mark.parametrize("settings", [{"budget": 14, "runs": 4}, {"shape": TreeShape.parse("branching:2,2,1")}])
-def test_recorded_laws_are_the_heads_own_whatever_happens_to_the_rows(target, settings):
-    drafter = checked(target, **settings)
+def test_recorded_laws_are_the_heads_own_whatever_happens_to_the_rows(target, make, settings):
+    drafter = checked(target, make, **settings)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
     restless_calls(engine, seed=3)
     assert drafter.num_checked > 60
@@ -101,9 +111,10 @@ def test_the_heads_runs_are_fused_where_the_targets_are(fuse, monkeypatch):
     assert (drafter.head.layers[0].self_attn in fused) == fuse
 
 
-def test_calls_that_take_turns_keep_their_rows_apart():
+@pytest.mark.parametrize("make", [random_head, random_eagle3])
+def test_calls_that_take_turns_keep_their_rows_apart(make):
     """What is held is known by its text: two streams of one engine, step by step."""
-    drafter = checked("llama", budget=4, runs=3)
+    drafter = checked("llama", make, budget=4, runs=3)
     engine = stand.wrap(tiny_model("llama"), drafter=drafter)
     calls = take_turns(engine, PROMPTS[:2], max_new_tokens=5)
     assert drafter.num_checked > 15
@@ -125,10 +136,10 @@ def test_after_an_error_rows_begin_anew(num_runs, monkeypatch):
     assert engine.generate(**settings).stats.num_draft_tokens == drafter.num_checked - before > 4
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "make"), HEADS)
 @pytest.mark.parametrize("settings", [{"budget": 16}, {"shape": PAPER_SHAPE}])
-def test_greedy_equals_transformers(target, settings):
-    drafter = stand.EagleDrafter(random_head(tiny_model(target)), **settings)
+def test_greedy_equals_transformers(target, make, settings):
+    drafter = stand.EagleDrafter(make(tiny_model(target)), **settings)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
     assert_greedy_equals_transformers(engine, tiny_model(target), PROMPTS)
 

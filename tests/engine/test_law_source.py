@@ -1,19 +1,28 @@
 """Laws from outside in the default drafter: EAGLE's against a plain forward, what calls and rows may do, the law."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from draft_requests import draft_request
 from plain_eagle import plain_logits, random_head
+from plain_eagle3 import plain_logits3, random_eagle3
 from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
+from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.trees import DraftBatch
 
-TARGETS = ("llama", "qwen2")
+HEADS = [  # targets, and how heads are made for them: EAGLE-3's for any
+    ("llama", random_head),
+    ("qwen2", random_head),
+    ("llama", random_eagle3),
+    ("qwen3", partial(random_eagle3, kind="qwen3", num_layers=2, vocabulary=list(range(0, 61, 2)), fc_norm=True)),
+]
 
 
 class CheckedLaws(stand.EagleLaws):
@@ -30,24 +39,26 @@ class CheckedLaws(stand.EagleLaws):
         return super().laws(request, plan)
 
     def _add(self, trees, places, estimates):
-        logits = self.head.logits(estimates).numpy()
+        logits, known, plain = self.head.logits(estimates).numpy(), self.head.vocabulary, plain_logits
+        if isinstance(self.head, Eagle3Head):
+            plain = plain_logits3
         for (row, parent, token), found in zip(places, logits, strict=True):
             path = [] if parent < 0 else [*self._paths[row][parent], token]
             self._paths.setdefault(row, []).append(path)
-            plain = plain_logits(self.head, self._model, self._histories[row].tolist(), path)
-            np.testing.assert_allclose(found, plain, atol=2e-3)
+            expected = plain(self.head, self._model, self._histories[row].tolist(), path)
+            np.testing.assert_allclose(found, expected if known is None else expected[known], atol=2e-3)
             self.num_checked += 1
             self.deepest = max(self.deepest, len(path))
         super()._add(trees, places, estimates)
 
 
-def blended(target, *, budget=14, laws=stand.EagleLaws, runs=3, **settings) -> stand.BlendedDrafter:
-    return stand.BlendedDrafter(budget=budget, source=laws(random_head(target, scale=1.5), runs=runs, **settings))
+def blended(target, *, make=random_head, budget=14, laws=stand.EagleLaws, runs=3, **settings) -> stand.BlendedDrafter:
+    return stand.BlendedDrafter(budget=budget, source=laws(make(target, scale=1.5), runs=runs, **settings))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_laws_are_the_heads_own_whatever_happens_to_the_rows(target):
-    drafter = blended(tiny_model(target), laws=CheckedLaws, runs=4)
+@pytest.mark.parametrize(("target", "make"), HEADS)
+def test_laws_are_the_heads_own_whatever_happens_to_the_rows(target, make):
+    drafter = blended(tiny_model(target), make=make, laws=CheckedLaws, runs=4)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
     restless_calls(engine, seed=2)
     assert drafter.source.num_checked > 60 and drafter.source.deepest >= 2
@@ -60,9 +71,9 @@ def test_calls_that_take_turns_keep_their_rows_apart():
     assert drafter.source.num_checked > 15
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_greedy_equals_transformers(target):
-    engine = stand.wrap(tiny_model(target), drafter=blended(tiny_model(target)))
+@pytest.mark.parametrize(("target", "make"), HEADS)
+def test_greedy_equals_transformers(target, make):
+    engine = stand.wrap(tiny_model(target), drafter=blended(tiny_model(target), make=make))
     assert_greedy_equals_transformers(engine, tiny_model(target), PROMPTS)
 
 
@@ -157,7 +168,11 @@ def test_a_head_of_another_model_is_refused():
 
 
 def test_only_sources_that_read_hidden_states_make_steps_deliver_them():
-    head = random_head(tiny_model("llama"))
-    assert stand.BlendedDrafter(source=stand.EagleLaws(head)).requires_features
+    for make, layers in ((random_head, ()), (random_eagle3, (1, 0, 1))):
+        drafter = blended(tiny_model("llama"), make=make)
+        assert drafter.requires_features
+        stand.wrap(tiny_model("llama"), drafter=drafter)
+        assert drafter.asked_features == layers
+    assert stand.BlendedDrafter().asked_features is None
     assert not stand.BlendedDrafter(source=FixedLaws(1)).requires_features
     assert not stand.BlendedDrafter().requires_features

@@ -1,6 +1,8 @@
-"""Last hidden states from captured steps: those of eager ones, in time for the next draft, whoever asks."""
+"""Hidden states from captured steps: those of eager ones, in time for the next draft, whoever asks."""
 
 import copy
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,17 +12,20 @@ pytest.importorskip("triton")
 
 from failures import failing_after
 from plain_eagle import random_head
+from plain_eagle3 import random_eagle3
 from plain_kernels import use_plain_kernels
 from step_pair import OTHER_STEPS
 from tiny_models import kernel_model
 
 import stand
+from stand.forward.features import feature_width
 from stand.gpu import self_check, step_body
 from stand.gpu.captured_step import CapturedStep
 from stand.verifiers import get_verifier
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 24, "temperature": 0.6, "seed": 4}
+LAYERS = (1, 0, 1)  # whose inputs `random_eagle3` reads
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +36,8 @@ def plain_kernels(monkeypatch):
 class Watched(stand.BlendedDrafter):
     """Drafts with a random head's laws in front, and keeps every lesson."""
 
-    def __init__(self, family="qwen2"):
-        super().__init__(budget=8, source=stand.EagleLaws(random_head(kernel_model(family), scale=1.5), runs=3))
+    def __init__(self, family="qwen2", make=random_head):
+        super().__init__(budget=8, source=stand.EagleLaws(make(kernel_model(family), scale=1.5), runs=3))
         self.lessons = []
 
     def follow(self, lesson):
@@ -53,16 +58,19 @@ def assert_same_lessons(drafters):
     assert len(eager) > 8
     for one, other in zip(eager, captured, strict=True):
         assert one.batch.token_ids.tolist() == other.batch.token_ids.tolist()
-        assert one.features.shape == (one.batch.num_nodes, kernel_model("qwen2").config.hidden_size)
+        width = feature_width(kernel_model("qwen2"), drafters[0].feature_layers)
+        assert one.features.shape == (one.batch.num_nodes, width)
         torch.testing.assert_close(other.features, one.features, atol=1e-4, rtol=1e-3)
         assert other.top_ids.tolist() == one.top_ids.tolist()
 
 
+@pytest.mark.parametrize("make", [random_head, random_eagle3])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_features_are_those_of_eager_steps(family):
-    drafters = [Watched(family) for _ in range(2)]
+def test_features_are_those_of_eager_steps(family, make):
+    drafters = [Watched(family, make) for _ in range(2)]
     outputs = [decode(name, drafter, family=family) for name, drafter in zip(("sdpa", "triton"), drafters, strict=True)]
     assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].stats.num_steps == outputs[1].stats.num_steps
     assert_same_lessons(drafters)
 
 
@@ -76,21 +84,24 @@ def test_neighbours_remember_what_eager_steps_show():
     np.testing.assert_allclose(held[1].afters, held[0].afters, atol=1e-2)
 
 
-@pytest.mark.parametrize("verifier", ["match", "traversal", "coupled"])
+@pytest.mark.parametrize(
+    ("verifier", "make"), [*product(("match", "traversal", "coupled"), [random_head]), ("traversal", random_eagle3)]
+)
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"learn": False}])
-def test_a_heads_drafts_are_those_of_eager_steps(verifier, settings):
+def test_a_heads_drafts_are_those_of_eager_steps(verifier, make, settings):
     outputs = []
     for name in ("sdpa", "triton"):
-        drafter = stand.EagleDrafter(random_head(kernel_model("qwen2"), scale=1.5), budget=8, runs=3)
+        drafter = stand.EagleDrafter(make(kernel_model("qwen2"), scale=1.5), budget=8, runs=3)
         outputs.append(decode(name, drafter, verifier=verifier, **settings))
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].stats.num_steps == outputs[1].stats.num_steps
     assert outputs[0].stats.num_draft_tokens == outputs[1].stats.num_draft_tokens > 50
 
 
+@pytest.mark.parametrize("make", [random_head, random_eagle3])
 @pytest.mark.parametrize("asked", OTHER_STEPS)
-def test_steps_in_two_parts_and_eager_ones_have_features(asked):
-    drafters = [Watched() for _ in range(2)]
+def test_steps_in_two_parts_and_eager_ones_have_features(asked, make):
+    drafters = [Watched(make=make) for _ in range(2)]
     for name, drafter in zip(("sdpa", "triton"), drafters, strict=True):
         decode(name, drafter, **asked)
     assert_same_lessons(drafters)
@@ -123,9 +134,43 @@ def test_nobody_else_pays(monkeypatch):
     assert other.backend._previous.captured._output.features is None
 
 
-def test_the_check_sees_features_that_are_wrong(monkeypatch):
+def test_a_call_for_features_of_other_layers_takes_no_graphs_over(monkeypatch):
+    """What was recorded gives those that its first call asked for."""
+    starts, begin = [], CapturedStep.begin
+    monkeypatch.setattr(CapturedStep, "begin", lambda step, start: starts.append(start) or begin(step, start))
+    engine = stand.wrap(kernel_model("qwen2"), drafter=Watched(make=random_eagle3), backend="triton", fuse=False)
+    engine.generate(input_ids=PROMPTS, **SETTINGS)
+    captured, start = engine.backend._previous.captured, starts[-1]
+    taken_over = {
+        layers: captured.serves(replace(start, feature_layers=layers)) for layers in (LAYERS, None, (), (1, 1, 0))
+    }
+    assert taken_over == {LAYERS: True, None: True, (): False, (1, 1, 0): False}
+    engine.drafter.feature_layers = (1, 0, 0)
+    engine.generate(input_ids=PROMPTS, **SETTINGS)
+    assert engine.backend._previous.captured is not captured
+
+
+def test_the_check_sees_small_features_beside_large_ones(monkeypatch):
+    """Embeddings are: what the first layer reads must be right by its own measure."""
     model = copy.deepcopy(kernel_model("qwen2"))
-    assert self_check.kernel_failure(model, get_verifier("match"), feature_layers=()) is None
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1e-3)
+    right = step_body.StepOutput.features_of
+
+    def without_embeddings(output, target):
+        with right(output, target):
+            yield
+        output.features[:, 32:64] = 0.0
+
+    assert self_check.kernel_failure(model, get_verifier("match"), feature_layers=LAYERS) is None
+    monkeypatch.setattr(step_body.StepOutput, "features_of", step_body.contextmanager(without_embeddings))
+    assert "hidden states must equal" in self_check.kernel_failure(model, get_verifier("match"), feature_layers=LAYERS)
+
+
+@pytest.mark.parametrize("layers", [(), LAYERS])
+def test_the_check_sees_features_that_are_wrong(layers, monkeypatch):
+    model = copy.deepcopy(kernel_model("qwen2"))
+    assert self_check.kernel_failure(model, get_verifier("match"), feature_layers=layers) is None
     right = step_body.StepOutput.features_of
 
     def one_place_on(output, target):
@@ -134,4 +179,4 @@ def test_the_check_sees_features_that_are_wrong(monkeypatch):
         output.features.copy_(output.features.roll(1, 0))
 
     monkeypatch.setattr(step_body.StepOutput, "features_of", step_body.contextmanager(one_place_on))
-    assert "hidden states must equal" in self_check.kernel_failure(model, get_verifier("match"), feature_layers=())
+    assert "hidden states must equal" in self_check.kernel_failure(model, get_verifier("match"), feature_layers=layers)

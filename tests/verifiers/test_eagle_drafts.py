@@ -1,4 +1,5 @@
-"""The adapted promise of EAGLE's growth: all joint drafts of two rows, by a head whose laws stand in a table."""
+"""The adapted promise of EAGLE's growth: all joint drafts of two rows, by a head whose laws stand in a table, and by
+an EAGLE-3 head."""
 
 from functools import cache, partial
 from itertools import product
@@ -18,8 +19,12 @@ from exact_drafts import (
     distance_from_target,
     joint_drafts,
 )
+from plain_eagle3 import random_eagle3
+from tiny_models import SHAPE
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import stand
+from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.growth import BestFirstGrowth
 from stand.drafters.trained_part import likeliest
 from stand.trees import DraftBatch, TreeShape
@@ -53,6 +58,21 @@ class TableEagle(stand.EagleDrafter):
     def __init__(self, **settings):
         super().__init__(TableHead(), num_candidates=SIZE, **settings)
         self._rows = TableRows()
+
+
+class HeadEagle(stand.EagleDrafter):
+    """A target and an EAGLE-3 head of three tokens; rows are begun anew for every draft."""
+
+    def __init__(self, *, vocabulary=None, **settings):
+        torch.manual_seed(0)
+        target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": SIZE})).eval()
+        super().__init__(random_eagle3(target, vocabulary=vocabulary), num_candidates=SIZE, **settings)
+        self.attach(target, b"")
+        self._target = target
+
+    def draft(self, request):
+        self._rows = FollowedRows(self._target, self.head)
+        return super().draft(request)
 
 
 def draft(drafter, seed, *, histories=HISTORIES, depth=3, rows=None, step=0) -> DraftBatch:
@@ -100,6 +120,23 @@ def test_shapes_are_adapted(name):
     assert_adapted(joint, worlds, (*RULES, *SET_RULES))
     for each, rule in product(joint, (*RULES, *SET_RULES)):
         get_verifier(rule).check_draft(DraftBatch.concatenate(each.drafts))
+
+
+@pytest.mark.parametrize(
+    ("settings", "depth", "rules"),
+    [
+        ({"budget": 3, "runs": 2, "vocabulary": [0, 2]}, 2, RULES),
+        ({"shape": TreeShape.from_branching([2, 1]), "vocabulary": [1, 2]}, (2, 0), (*RULES, *SET_RULES)),
+        ({"shape": TreeShape.chain(2)}, (2, 0), (*RULES, *SET_RULES)),
+    ],
+)
+def test_drafts_of_an_eagle3_head_are_adapted(settings, depth, rules):
+    """Behind its own estimates, too, and where it knows some of the target's tokens alone."""
+    joint = joint_drafts(partial(draft, HeadEagle(**settings), depth=depth), most_seeds=2000)
+    known = {int(token) for each in joint for one in each.drafts for token in one.token_ids[1:]}
+    assert known == set(settings.get("vocabulary", range(SIZE)))
+    assert len(joint) > 5 and any((one.parents > 0).any() for each in joint for one in each.drafts)
+    assert_adapted(joint, worlds, rules)
 
 
 def test_a_shape_of_the_root_alone_drafts_nothing():

@@ -67,12 +67,13 @@ class Eagle3Settings:
             ),
             f"features of {text_config(target).hidden_size} numbers, as this target's, got {size}": size
             != text_config(target).hidden_size,
-            "layers without sliding windows, got some with": "sliding_attention" in (layers.get("layer_types") or ()),
         }
         for rule, is_met in obstacles.items():
             if is_met:
                 raise ValueError(f"an EAGLE-3 head must have {rule}; take a head that was trained for this model")
         config = CONFIGS[kind].from_dict(layers)
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):  # Qwen3 has other names for it, too
+            raise ValueError("an EAGLE-3 head must have layers without sliding windows, got some with; take another")
         rope = config.rope_parameters.get("rope_type")
         if rope in MOVING_ROPES:
             raise ValueError(
@@ -98,13 +99,13 @@ class Eagle3Settings:
 
 def usual_layers(target: PreTrainedModel) -> FeatureLayers:
     """The third, the middle and the third last layer, as all published code has them."""
-    count = len(target.get_decoder().layers)
+    count = _num_layers(target)
     return tuple(min(max(layer, 0), count - 1) for layer in (2, count // 2, count - 3))
 
 
 def _layers_read(given: dict, nested: dict, target: PreTrainedModel) -> FeatureLayers:
     """vLLM counts a layer by its input; what stands in `eagle_config` is SGLang's, which counts by its output."""
-    name, count = "eagle_aux_hidden_state_layer_ids", len(target.get_decoder().layers)
+    name, count = "eagle_aux_hidden_state_layer_ids", _num_layers(target)
     if given.get(name):
         layers = tuple(given[name])
     elif nested.get(name):
@@ -117,3 +118,13 @@ def _layers_read(given: dict, nested: dict, target: PreTrainedModel) -> FeatureL
             "take the head that was trained for this model"
         )
     return layers
+
+
+def _num_layers(target: PreTrainedModel) -> int:
+    layers = getattr(target.get_decoder(), "layers", None)
+    if layers is None:
+        raise ValueError(
+            f"an EAGLE-3 head must have a target with `layers` in its decoder, got {type(target).__name__}; draft for "
+            "it with stand.BlendedDrafter"
+        )
+    return len(layers)

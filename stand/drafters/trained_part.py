@@ -197,13 +197,17 @@ def _opened(
         is_safe = file.suffix == ".safetensors"
         tensors = load(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # either library has many, and few name the file
-        reason = str(error).strip().partition("\n")[0][:MOST_OF_A_REASON]
         raise ValueError(
-            f"{file} must hold tensors, got {type(error).__name__}: {reason}; fetch or write it again"
+            f"{file} must hold tensors, got {type(error).__name__}: {reason_of(error)}; fetch or write it again"
         ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ValueError(f"{file} must hold tensors by name, got {type(tensors).__name__}; write its state_dict()")
     return file, tensors
+
+
+def reason_of(error: Exception) -> str:
+    """The beginning of what another library says."""
+    return str(error).strip().partition("\n")[0][:MOST_OF_A_REASON]
 
 
 def _num_weights(modules: Sequence[nn.Module]) -> int:

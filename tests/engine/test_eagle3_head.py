@@ -148,6 +148,21 @@ def test_a_saved_head_is_read_again(settings, tmp_path):
     assert Eagle3Settings.read(tmp_path, target).feature_layers == INPUTS
 
 
+@pytest.mark.parametrize("target", ["gemma3_text", "phi3", "opt", "gpt_oss", "qwen3_5_text"])
+def test_a_head_is_made_for_any_target_whose_decoder_has_layers(target):
+    """Whatever its rotary positions and its norms are called."""
+    settings = Eagle3Settings.for_target(tiny_class(target))
+    assert settings.config.rope_parameters["rope_type"] == "default" and settings.config.hidden_size == 32
+    assert len(settings.feature_layers) == 3 and settings.config.intermediate_size < 200
+
+
+def test_layers_that_transformers_refuses_are_told(tmp_path):
+    config = LAYERS_CONFIG | {"num_attention_heads": "many"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match="config.json of an EAGLE-3 head must describe its layers, got .*; fetch it"):
+        Eagle3Settings.read(tmp_path, deep_target())
+
+
 def test_a_head_is_made_for_a_target_as_the_paper_has_it():
     torch.manual_seed(0)
     head = Eagle3Head(deep_target(), Eagle3Settings.for_target(deep_target())).eval()
@@ -217,6 +232,7 @@ def test_drafters_take_the_path_of_a_head(make, tmp_path):
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, r"7 decoder layers, got .* \[2, 4, 7\]"),
         ({"eagle_aux_hidden_state_layer_ids": [-1, 3, 6]}, r"7 decoder layers, got those of \[-1, 3, 6\]"),
         ({"eagle_aux_hidden_state_layer_ids": ["1", 3, 6]}, r"7 decoder layers, got those of \['1', 3, 6\]"),
+        ({"eagle_aux_hidden_state_layer_ids": 9}, r"7 decoder layers, got those of \[9\]"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(config, message, tmp_path):
@@ -232,7 +248,9 @@ def test_a_target_whose_layers_have_another_name_is_refused(config, tmp_path):
         Eagle3Settings.read(tmp_path, tiny_class("gpt2"))
 
 
-@pytest.mark.parametrize("text", [None, "{", "\xff"])
+@pytest.mark.parametrize(
+    "text", [None, "{", "\xff", "[1]", '{"eagle_config": "no"}', '{"transformer_layer_config": 3}']
+)
 def test_a_folder_without_a_configuration_is_refused(text, tmp_path):
     save_file(published(), tmp_path / "model.safetensors")
     if text is not None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
+from stand.drafters.trained_part import reason_of
 from stand.forward.features import FeatureLayers
 from stand.forward.model import MOVING_ROPES, text_config
 
 CONFIG_FILE = "config.json"
+PLAIN_THETA = 10_000.0  # of rotary angles where the target names none
 CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by kinds of layers
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -34,15 +36,15 @@ class Eagle3Settings:
 
     @classmethod
     def for_target(cls, target: PreTrainedModel) -> Eagle3Settings:
-        """One Llama layer of the target's sizes, as the paper trains it (arXiv 2503.01840)."""
+        """One Llama layer of the target's sizes, as the paper trains it (arXiv 2503.01840), with plain rotations."""
         config = text_config(target)
         names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        sizes = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
-        others = {name: getattr(config, name) for name in ("vocab_size", "max_position_embeddings", "rms_norm_eps")}
-        rope = dict(config.rope_parameters)
-        return cls(
-            LlamaConfig(num_hidden_layers=1, rope_parameters=rope, **sizes, **others), usual_layers(target)
-        )  # fmt: skip
+        names += ("vocab_size", "max_position_embeddings", "rms_norm_eps")
+        known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+        known.setdefault("intermediate_size", 4 * known["hidden_size"])
+        theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", PLAIN_THETA)
+        rope = {"rope_type": "default", "rope_theta": theta}
+        return cls(LlamaConfig(num_hidden_layers=1, rope_parameters=rope, **known), usual_layers(target))
 
     @classmethod
     def read(cls, folder: Path, target: PreTrainedModel) -> Eagle3Settings:
@@ -50,15 +52,7 @@ class Eagle3Settings:
 
         Raises ValueError where there is none, or one that this target or these layers do not fit.
         """
-        try:
-            given = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"an EAGLE-3 checkpoint must be a folder with {CONFIG_FILE}, got {folder} ({type(error).__name__}); "
-                "fetch all files of it"
-            ) from error
-        layers = given.get("transformer_layer_config", given)
-        nested = given.get("eagle_config") or {}
+        given, layers, nested = _parts(folder)
         kind, size = layers.get("model_type", "llama"), given.get("target_hidden_size") or layers.get("hidden_size")
         obstacles = {
             f"layers of the kinds {', '.join(CONFIGS)}, got {kind!r}": kind not in CONFIGS,
@@ -71,7 +65,13 @@ class Eagle3Settings:
         for rule, is_met in obstacles.items():
             if is_met:
                 raise ValueError(f"an EAGLE-3 head must have {rule}; take a head that was trained for this model")
-        config = CONFIGS[kind].from_dict(layers)
+        try:
+            config = CONFIGS[kind].from_dict(layers)
+        except Exception as error:  # transformers' own checks have many
+            raise ValueError(
+                f"{CONFIG_FILE} of an EAGLE-3 head must describe its layers, got {type(error).__name__}: "
+                f"{reason_of(error)}; fetch it again"
+            ) from error
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):  # Qwen3 has other names for it, too
             raise ValueError("an EAGLE-3 head must have layers without sliding windows, got some with; take another")
         rope = config.rope_parameters.get("rope_type")
@@ -97,6 +97,21 @@ class Eagle3Settings:
         return own | sizes | layers | {name: True for name in NORMS if getattr(self, name)}
 
 
+def _parts(folder: Path) -> tuple[dict, dict, dict]:
+    """What config.json says of the head, of its layers, and in `eagle_config`."""
+    try:
+        given = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        parts = given, given.get("transformer_layer_config") or given, given.get("eagle_config") or {}
+        if not all(isinstance(part, dict) for part in parts):
+            raise TypeError("no object of JSON")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"an EAGLE-3 checkpoint must be a folder with {CONFIG_FILE}, got {folder} ({type(error).__name__}); "
+            "fetch all files of it"
+        ) from error
+    return parts
+
+
 def usual_layers(target: PreTrainedModel) -> FeatureLayers:
     """The third, the middle and the third last layer, as all published code has them."""
     count = _num_layers(target)
@@ -106,12 +121,11 @@ def usual_layers(target: PreTrainedModel) -> FeatureLayers:
 def _layers_read(given: dict, nested: dict, target: PreTrainedModel) -> FeatureLayers:
     """vLLM counts a layer by its input; what stands in `eagle_config` is SGLang's, which counts by its output."""
     name, count = "eagle_aux_hidden_state_layer_ids", _num_layers(target)
-    if given.get(name):
-        layers = tuple(given[name])
-    elif nested.get(name):
-        layers = tuple(layer + 1 for layer in nested[name])
-    else:
+    read, later = (given, 0) if given.get(name) else (nested, 1)
+    if not read.get(name):
         return usual_layers(target)
+    layers = read[name] if isinstance(read[name], list) else [read[name]]
+    layers = tuple(layer + later if isinstance(layer, int) else layer for layer in layers)
     if not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
         raise ValueError(
             f"an EAGLE-3 head must read inputs of the target's {count} decoder layers, got those of {list(layers)}; "

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from stand.drafters.eagle.head import named
-from stand.drafters.trained_part import MOST_OF_A_REASON, WEIGHT_FILE, TrainedPart
+from stand.drafters.trained_part import WEIGHT_FILE, TrainedPart, reason_of
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.features import FeatureLayers
 from stand.forward.model import text_config
@@ -103,7 +103,7 @@ class MtpHead(TrainedPart):
         except Exception as error:  # transformers has many
             raise ValueError(
                 f"transformers must read the target's multi-token-prediction layer, got {type(error).__name__}: "
-                f"{str(error)[:MOST_OF_A_REASON]}; draft by the lookup, or with an EAGLE head"
+                f"{reason_of(error)}; draft by the lookup, or with an EAGLE head"
             ) from error
         rope = library.config.layer_types[0] if library.has_per_layer_rope else None
         return cls(target, library.layers[0], norm=getattr(library, "shared_post_norm", None), rope=rope).eval()
@@ -175,7 +175,7 @@ def _own_tensors(path: str | PathLike) -> dict[str, torch.Tensor]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(
             f"the target's checkpoint must be a folder or a hub id with safetensors, got {str(path)!r} "
-            f"({type(error).__name__}: {str(error)[:MOST_OF_A_REASON]}); load the model from its checkpoint"
+            f"({type(error).__name__}: {reason_of(error)}); load the model from its checkpoint"
         ) from error
 
 

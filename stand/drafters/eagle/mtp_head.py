@@ -62,7 +62,7 @@ class MtpHead(TrainedPart):
         # The target's, in a tuple.
         self._shared = (target.get_input_embeddings(), getattr(target.get_decoder(), "rotary_emb", None))
         self._rope = {} if rope is None else {"layer_type": rope}
-        self.to(target.device, target.dtype)
+        self.to(target.device)  # transformers keeps some numbers of routers in float32
 
     @classmethod
     def load(cls, target: PreTrainedModel, path: str | PathLike) -> MtpHead:
@@ -83,7 +83,7 @@ class MtpHead(TrainedPart):
                 f"a checkpoint must hold a multi-token-prediction layer ({PREFIX}*), got {path} without; draft by the "
                 "lookup, or with an EAGLE head"
             )
-        head = cls(target, _qwen_layer(target))
+        head = cls(target, _qwen_layer(target).to(target.dtype))
         shapes = {name: tuple(value.shape) for name, value in head.layer.state_dict().items()}
         found = {name: tuple(value.shape) for name, value in tensors.items()}
         if shapes != found:

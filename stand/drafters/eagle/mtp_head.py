@@ -106,7 +106,8 @@ class MtpHead(TrainedPart):
                 f"{reason_of(error)}; draft by the lookup, or with an EAGLE head"
             ) from error
         rope = library.config.layer_types[0] if library.has_per_layer_rope else None
-        return cls(target, library.layers[0], norm=getattr(library, "shared_post_norm", None), rope=rope).eval()
+        head = cls(target, library.layers[0], norm=getattr(library, "shared_post_norm", None), rope=rope).eval()
+        return head if head._is_where(target) else head.to(target.dtype)  # as a whole, as the target was cast
 
     def combined(self, hidden: torch.Tensor) -> torch.Tensor:
         """The features themselves."""

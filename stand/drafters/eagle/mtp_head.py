@@ -65,6 +65,12 @@ class MtpHead(TrainedPart):
         self.to(target.device)  # transformers keeps some numbers of routers in float32
 
     @classmethod
+    def of(cls, target: PreTrainedModel, part: MtpHead | str | PathLike) -> MtpHead:
+        """As any part's; one that was read so for another model is that one's, and this target's own is read."""
+        is_others = isinstance(part, cls) and part._path is not None and not part.is_of(target)
+        return super().of(target, target.config.name_or_path if is_others else part)
+
+    @classmethod
     def load(cls, target: PreTrainedModel, path: str | PathLike) -> MtpHead:
         """Read it out of the target's own checkpoint, a folder or a hub id.
 

@@ -187,16 +187,19 @@ def _own_tensors(path: str | PathLike) -> dict[str, torch.Tensor]:
 
 
 def _with_experts_together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of each expert by itself become those of all, as transformers holds them."""
+    """Weights of each expert by itself become those of all, as transformers holds them; left out where one lacks or
+    has a shape of its own."""
     of_one = re.compile(r"(.*\.experts\.)\d+\.(gate|up|down)_proj\.weight")
     places = {match[1] for match in map(of_one.fullmatch, tensors) if match}
     together = {name: value for name, value in tensors.items() if not of_one.fullmatch(name)}
     for place in places:
         count = sum(name.startswith(place) and name.endswith(".up_proj.weight") for name in tensors)
-        own = {kind: torch.stack([tensors[f"{place}{index}.{kind}_proj.weight"] for index in range(count)])
+        own = {kind: [tensors.get(f"{place}{index}.{kind}_proj.weight") for index in range(count)]
                for kind in ("gate", "up", "down")}  # fmt: skip
-        together[f"{place}gate_up_proj"] = torch.cat([own["gate"], own["up"]], dim=1)
-        together[f"{place}down_proj"] = own["down"]
+        shapes = [{getattr(part, "shape", None) for part in own[kind]} for kind in own]
+        if all(len(found) == 1 and None not in found for found in shapes) and shapes[0] == shapes[1]:
+            gate, up, down = (torch.stack(parts) for parts in own.values())
+            together |= {f"{place}gate_up_proj": torch.cat([gate, up], dim=1), f"{place}down_proj": down}
     return together
 
 

@@ -78,7 +78,7 @@ class MtpHead(TrainedPart):
         """
         if not hasattr(transformers.modeling_layers, "MtpLayer"):
             raise ValueError(
-                f"multi-token-prediction layers need transformers 5.20 or newer, got {transformers.__version__}; "
+                f"multi-token-prediction layers need transformers 5.14 or newer, got {transformers.__version__}; "
                 "install a newer one, or draft without"
             )
         if getattr(text_config(target), "num_mtp_layers", None):
@@ -88,6 +88,12 @@ class MtpHead(TrainedPart):
             raise ValueError(
                 f"a checkpoint must hold a multi-token-prediction layer ({PREFIX}*), got {path} without; draft by the "
                 "lookup, or with an EAGLE head"
+            )
+        ropes = getattr(text_config(target), "rope_parameters", None) or {}
+        if any(isinstance(part, dict) for part in ropes.values()):
+            raise ValueError(
+                "a multi-token-prediction layer must rotate as all layers of its target, got one whose kinds of layers "
+                "differ in it; take a newer transformers, which may read the layer itself, or draft by the lookup"
             )
         head = cls(target, _qwen_layer(target).to(target.dtype))
         shapes = {name: tuple(value.shape) for name, value in head.layer.state_dict().items()}
@@ -111,7 +117,8 @@ class MtpHead(TrainedPart):
                 f"transformers must read the target's multi-token-prediction layer, got {type(error).__name__}: "
                 f"{reason_of(error)}; draft by the lookup, or with an EAGLE head"
             ) from error
-        rope = library.config.layer_types[0] if library.has_per_layer_rope else None
+        has_kinds = getattr(library, "has_per_layer_rope", False)  # from transformers 5.20 on
+        rope = library.config.layer_types[0] if has_kinds else None
         head = cls(target, library.layers[0], norm=getattr(library, "shared_post_norm", None), rope=rope).eval()
         return head if head._is_where(target) else head.to(target.dtype)  # as a whole, as the target was cast
 

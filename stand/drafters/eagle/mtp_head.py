@@ -76,11 +76,6 @@ class MtpHead(TrainedPart):
 
         Raises ValueError where there is none, and where transformers or this class cannot read it.
         """
-        if not hasattr(transformers.modeling_layers, "MtpLayer"):
-            raise ValueError(
-                f"multi-token-prediction layers need transformers 5.14 or newer, got {transformers.__version__}; "
-                "install a newer one, or draft without"
-            )
         if getattr(text_config(target), "num_mtp_layers", None):
             return cls._of_library(target)
         tensors = _own_tensors(path)

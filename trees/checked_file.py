@@ -147,6 +147,14 @@ def read_checked_file(
     return header, arrays, int.from_bytes(digest.digest()[:8], "little")
 
 
+def empty_lookup(cls: type, path: str | os.PathLike, parameters: dict[str, Any]) -> Any:
+    """One with the parameters of a file. Raises LookupFileError where no lookup may have them."""
+    try:
+        return cls(**parameters)
+    except (ValueError, OverflowError) as error:
+        raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
+
+
 def damaged(path: str | os.PathLike, rule: str, got: str) -> LookupFileError:
     return LookupFileError(f"{path} must {rule}, got {got}; the file is damaged, build it again or take a backup")
 

@@ -22,7 +22,7 @@ from stand.trees.arguments import (
 from stand.trees.compiled import check_batch, checked_estimates, checked_laws, tokens_of
 from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
 from stand.trees.blended.heads import laws_of_heads
-from stand.trees.checked_file import LookupFileError, checked_fingerprint
+from stand.trees.checked_file import LookupFileError, checked_fingerprint, empty_lookup
 from stand.trees.draft import DraftBatch
 from stand.trees.fork_safety import lock_at_forks
 from stand.trees.noise import DRAFT, step_keys

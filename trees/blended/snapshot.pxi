@@ -88,11 +88,7 @@ def load_blended_lookup(cls, path, *, fingerprint=None, max_bytes=None):
     own_cap = parameters["max_bytes"]
     if max_bytes is not None:
         parameters["max_bytes"] = max_bytes
-    cdef BlendedLookup lookup
-    try:
-        lookup = cls(**parameters)
-    except (ValueError, OverflowError) as error:
-        raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
+    cdef BlendedLookup lookup = empty_lookup(cls, path, parameters)
     restore(path, arrays, lookup._lookup[0], lookup.max_bytes, lookup.max_bytes >= own_cap)
     lookup.digest = digest
     return lookup

@@ -17,7 +17,7 @@ cnp.import_array()
 
 from stand.trees.arguments import check_is_batch, checked_nodes, int64_array, tail, within
 from stand.trees.compiled import check_batch, checked_laws, tokens_of
-from stand.trees.checked_file import LookupFileError, checked_fingerprint
+from stand.trees.checked_file import LookupFileError, checked_fingerprint, empty_lookup
 from stand.trees.fork_safety import lock_at_forks
 from stand.trees.longest_match.draft_arrays import (
     MAX_ORDER, batch_of, checked_orders, empty_arrays, empty_table, shapes_per_row
@@ -58,11 +58,7 @@ def load_lookup_tree(cls, path, *, fingerprint=None):
     Raises LookupFileError where the file is damaged, newer, or of another vocabulary; OSError where unreadable.
     """
     parameters, tables, digest = read_lookup_tree(path, fingerprint=fingerprint)
-    cdef LookupTree lookup
-    try:
-        lookup = cls(**parameters)
-    except ValueError as error:
-        raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
+    cdef LookupTree lookup = empty_lookup(cls, path, parameters)
     lookup._restore(path, tables)
     lookup.digest = digest
     return lookup

@@ -293,6 +293,14 @@ def test_offsets_to_tokens_that_there_are_not_are_refused(place, offset, got, tm
         Eagle3Head.load(deep_target(), written(tmp_path, tensors, CONFIG))
 
 
+def test_offsets_that_lead_to_a_token_twice_are_refused(tmp_path):
+    """A law that names a token twice would end the call that drafts."""
+    tensors = published()
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+    with pytest.raises(ValueError, match="d2t must lead to distinct tokens, got some twice; fetch"):
+        Eagle3Head.load(deep_target(), written(tmp_path, tensors, CONFIG))
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [

@@ -93,6 +93,8 @@ class Eagle3Head(TrainedPart):
                 f"{OFFSETS} must lead to tokens from 0 to {size - 1}, got {vocabulary.min()} to {vocabulary.max()}; "
                 "take the head that was trained for this model"
             )
+        if vocabulary is not None and len(vocabulary.unique()) < len(vocabulary):
+            raise ValueError(f"{OFFSETS} must lead to distinct tokens, got some twice; fetch the checkpoint again")
         head = cls(target, settings, vocabulary=vocabulary)
         head._take({name: value for name, value in tensors.items() if name not in OF_THE_TARGET})
         return head.eval()

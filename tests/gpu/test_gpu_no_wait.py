@@ -24,8 +24,8 @@ from no_kernel import Launches
 from page_tables import alike
 from plain_streams import random_streams
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model
-from tiny_models import CONFIGS, SHAPE, VOCABULARY_SIZE, kernel_model
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from tiny_models import CONFIGS, SHAPE, VOCABULARY_SIZE, kernel_model, tiny_model
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 from transformers.generation import logits_process as library
 from unequal_models import new_deepseek, new_gemma4, unequal_model
@@ -398,6 +398,14 @@ def test_processors_upload_without_a_wait(monkeypatch, chain, module, is_locked)
     expected = nullcontext() if is_locked else pytest.raises(WaitingUploadError)
     with fake_cuda(), NoHostCopy(), NoWaitingUpload(), expected:
         processed_on_the_device(ON_THE_DEVICE[chain]()[0], device="cuda")
+
+
+@pytest.mark.parametrize("make", [tiny_model, kernel_model])
+def test_models_that_are_kept_have_values(make):
+    """Whoever asks first: later tests hand their weights to compiled code."""
+    with fake_cuda():
+        model = make.__wrapped__("llama")
+    assert not any(isinstance(weight, FakeTensor) for weight in model.parameters())
 
 
 def test_a_processor_that_may_forbid_what_was_drafted_waits():

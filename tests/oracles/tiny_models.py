@@ -4,6 +4,7 @@ import copy
 from functools import lru_cache
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -57,8 +58,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     """Soft-capped scores are left to eager attention: the default of transformers 5.16 leaves the cap out."""
     config = CONFIGS[family]
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return _kept(config, seed=1, attn_implementation=attention)
 
 
 @lru_cache
@@ -66,5 +66,11 @@ def kernel_model(family: str):
     """A tiny random model with a head size that the kernels take."""
     config = copy.deepcopy(CONFIGS[family])
     config.head_dim = 64
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return _kept(config, seed=0)
+
+
+def _kept(config: PreTrainedConfig, *, seed: int, **settings: object) -> PreTrainedModel:
+    """With values in its weights, also where a test on fake tensors is the first that asks."""
+    with unset_fake_temporarily():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, **settings).eval()

@@ -37,7 +37,8 @@ from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 
 import stand
-from stand.drafters.eagle.attached import Head, attached
+from stand.drafters.eagle.attached import attached
+from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
@@ -62,7 +63,7 @@ HEADER = (
 
 
 def drafter_makers(
-    arguments: argparse.Namespace, head: Head | None, streams: Streams | None, temperature: float
+    arguments: argparse.Namespace, head: FeatureHead | None, streams: Streams | None, temperature: float
 ) -> dict[str, Callable[[int], stand.Drafter]]:
     """Name of an arm: its drafter for so many rows."""
     law = {"temperature": temperature or 1.0}
@@ -89,7 +90,7 @@ def drafter_makers(
     return makers
 
 
-def head_of(arguments: argparse.Namespace, model) -> Head | None:
+def head_of(arguments: argparse.Namespace, model) -> FeatureHead | None:
     is_asked = OF_ARMS["head"] & set(arguments.arms)
     return _trained(arguments, "head", EagleHead, attached, model) if is_asked else None
 

@@ -46,7 +46,8 @@ from workloads.problem_sets import Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS
 
 from stand.drafters.costs.step_cost import CostTable
-from stand.drafters.eagle.attached import Head, attached
+from stand.drafters.eagle.attached import attached
+from stand.drafters.eagle.feature_head import FeatureHead
 
 PARTS = ("replay", "rules", "loop", "calibration", "time")
 SETTINGS = "0.8:0.95,0.6:0.95,1.0:0.95,0.3:0.95,0.8:1.0,1.0:1.0"
@@ -90,7 +91,7 @@ class Run:
         return self._loaded
 
     @cached_property
-    def head(self) -> Head:
+    def head(self) -> FeatureHead:
         """What --head names."""
         return load_trained(attached, self.model[0], self.options.head, option="--head", model=self.options.model)
 

@@ -12,7 +12,7 @@ from verifier_parts.drafters import RoomDrafter
 from verifier_parts.verifier_tables import estimate, gain, resampled, with_error
 
 import stand
-from stand.drafters.eagle.attached import Head
+from stand.drafters.eagle.feature_head import FeatureHead
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from table_parts.path_laws import PathLawsDrafter
 from table_parts.token_drafter import TokenDrafter
@@ -38,7 +38,7 @@ class LoopArm:
     name: str
     rules: tuple[str, ...]
     kind: str = "sampled"
-    head: Head | Path | None = None  # or where its checkpoint lies
+    head: FeatureHead | Path | None = None  # or where its checkpoint lies
     temperature: float = 1.0  # of the head's laws
     learner: type[stand.BlendedDrafter] = field(default=stand.BlendedDrafter, compare=False)
 

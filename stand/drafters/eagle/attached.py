@@ -8,20 +8,20 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from stand.drafters.eagle.eagle3_head import Eagle3Head
+from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.head import WEIGHT_FILES, EagleHead
 from stand.drafters.eagle.mtp_head import MtpHead
 from stand.drafters.trained_part import tensor_names
 
-Head = EagleHead | Eagle3Head | MtpHead
 MTP = "mtp"
 
 
-def attached(target: PreTrainedModel, head: Head | str | PathLike) -> Head:
+def attached(target: PreTrainedModel, head: FeatureHead | str | PathLike) -> FeatureHead:
     """`head` as the target's own (`TrainedPart.of`); what a path leads to is told by the names of its tensors.
 
     MTP: the multi-token-prediction layer of the target's own checkpoint.
     """
-    if isinstance(head, (Eagle3Head, MtpHead)):
+    if isinstance(head, FeatureHead):
         return type(head).of(target, head)
     if head == MTP:
         return MtpHead.of(target, target.config.name_or_path)

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from stand.drafters.blended import MOST_NODES, default_budget
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
-from stand.drafters.eagle.attached import Head, attached
+from stand.drafters.eagle.attached import attached
+from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
 from stand.drafters.eagle.laws import MOST_RUNS
@@ -45,7 +46,7 @@ class EagleDrafter(Drafter):
 
     def __init__(
         self,
-        head: Head | str | PathLike,
+        head: FeatureHead | str | PathLike,
         *,
         budget: int | None = None,
         runs: int | None = None,

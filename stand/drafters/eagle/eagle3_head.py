@@ -21,20 +21,21 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from stand.drafters.eagle.eagle3_settings import CONFIG_FILE, Eagle3Settings
-from stand.drafters.eagle.head import EMBEDDING, WEIGHT_FILES, FrozenEmbedding, named
-from stand.drafters.trained_part import WEIGHT_FILE, TrainedPart, read_tensors, rows_of
+from stand.drafters.eagle.feature_head import FeatureHead, check_shapes, named
+from stand.drafters.eagle.head import EMBEDDING, WEIGHT_FILES, FrozenEmbedding
+from stand.drafters.trained_part import WEIGHT_FILE, read_tensors, rows_of
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.features import FeatureLayers, feature_width
+from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
-from stand.fusion.fusion import Fusion
 
 LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}  # by model_type
 OFFSETS, KNOWN = "d2t", "t2d"  # of the tokens that are guessed to the target's ids; whether the head guesses a token
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # that some checkpoints hold beside the head's own
 
 
-class Eagle3Head(TrainedPart):
+class Eagle3Head(FeatureHead):
     """One linear layer over the target's hidden states, decoder layers of its own, an LM head of its own.
 
     Token embeddings are the target's, frozen, where a checkpoint brings no others. Names of parameters are `fc.*`,
@@ -107,7 +108,8 @@ class Eagle3Head(TrainedPart):
         if self.settings.fc_norm:
             parts = hidden.chunk(len(self.fc_norm), dim=-1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(hidden)
+        with few_token_layers(self.fc):
+            return self.fc(hidden)
 
     def forward(
         self,
@@ -118,10 +120,7 @@ class Eagle3Head(TrainedPart):
         cache: object = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Estimates [B, M, D] of the next features, from features [B, M, D] and the tokens after them [B, M] int64.
-
-        position_ids [B, M]: of the features. cache and kwargs go to the layers.
-        """
+        """See `FeatureHead.forward`."""
         embedding = self._embedding[0] if self.embed_tokens is None else self.embed_tokens
         embedded = embedding(token_ids).to(features.dtype)
         asked = {"position_embeddings": self._rotary[0](features, position_ids=position_ids), **kwargs}
@@ -154,10 +153,6 @@ class Eagle3Head(TrainedPart):
     def layers_of_a_run(self) -> Sequence[nn.Module]:
         return self.layers
 
-    def fusion(self) -> Fusion | None:
-        """None: its layers are not the target's, so nothing has been proven for them."""
-        return None
-
     def save(self, folder: str | PathLike) -> None:
         """Write model.safetensors in bfloat16 and config.json, as vLLM and SGLang read them."""
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -182,7 +177,7 @@ class Eagle3Head(TrainedPart):
         return self
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load `tensors`; what may be missing is zero."""
+        """Load `tensors`; embeddings that are the target's own are not kept twice."""
         own, shared = self.state_dict(), self._embedding[0].weight
         shapes = {name: tuple(value.shape) for name, value in own.items()}
         shapes[EMBEDDING] = shared.shape[0], self.config.hidden_size
@@ -193,12 +188,7 @@ class Eagle3Head(TrainedPart):
                 f"an EAGLE-3 checkpoint must hold what {CONFIG_FILE} says, got {named(unknown)} beyond it and lacks "
                 f"{named(missing)}; take a head that was trained for this model"
             )
-        for name, value in tensors.items():
-            if tuple(value.shape) != shapes[name]:
-                raise ValueError(
-                    f"{name} must be {list(shapes[name])} for this target, got {list(value.shape)}; take the head that "
-                    "was trained for this model"
-                )
+        check_shapes(tensors, shapes)
         embedding = tensors.get(EMBEDDING)
         self.load_state_dict({name: value for name, value in tensors.items() if name != EMBEDDING})
         if embedding is not None and not torch.equal(embedding.to(shared), shared):

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import Lesson
-from stand.drafters.eagle.attached import Head
+from stand.drafters.eagle.feature_head import FeatureHead
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import prefill_features
 from stand.forward.few_tokens.linear_layers import few_token_layers
@@ -31,7 +31,7 @@ class FollowedRows:
     nodes of a draft are written behind them and forgotten.
     """
 
-    def __init__(self, target: PreTrainedModel, head: Head) -> None:
+    def __init__(self, target: PreTrainedModel, head: FeatureHead) -> None:
         self._target, self._head = target, head
         self._cache: TreeCache | None = None  # from the first rows on
         self._prompts: dict[bytes, torch.Tensor] = {}  # by the tokens that have features: these
@@ -120,8 +120,7 @@ class FollowedRows:
     @torch.inference_mode()
     def _combined(self, given: torch.Tensor) -> torch.Tensor:
         """What the head goes on from, of the hidden states that the target has given."""
-        with few_token_layers(self._head):
-            return self._head.combined(given)
+        return self._head.combined(given)
 
     def _run(self, plan: StepPlan, features: torch.Tensor) -> torch.Tensor:
         """The head on the plan's pairs: [M, D]."""

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.argument_checks import check_flags
-from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
+from stand.drafters.eagle.feature_head import FeatureHead, check_shapes, named
+from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, read_tensors
 from stand.forward.cache.cache_argument import cache_argument
-from stand.forward.features import FeatureLayers
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 from stand.fusion.fusion import Fusion
@@ -30,7 +30,7 @@ EMBEDDING = "embed_tokens.weight"
 INPUT_NORM = "layers.0.input_layernorm.weight"
 
 
-class EagleHead(TrainedPart):
+class EagleHead(FeatureHead):
     """One linear layer over [embedding, feature] and one decoder layer of the target's own class.
 
     Token embeddings, rotary positions and the LM head are the target's, frozen; a checkpoint may bring embeddings of
@@ -39,8 +39,6 @@ class EagleHead(TrainedPart):
 
     Raises ValueError for a target of another family than Llama or Qwen2.
     """
-
-    feature_layers: FeatureLayers = ()
 
     def __init__(self, target: PreTrainedModel, *, has_input_norm: bool = False) -> None:
         super().__init__(target)
@@ -62,7 +60,7 @@ class EagleHead(TrainedPart):
         # In tuples, so that the target's parameters are not the head's.
         self._embedding = (decoder.embed_tokens,)
         self.embed_tokens: FrozenEmbedding | None = None  # a checkpoint's own
-        self._target = (decoder.rotary_emb, target.get_output_embeddings())
+        self._rotary = (decoder.rotary_emb,)
         self.to(target.device, target.dtype)
 
     @classmethod
@@ -89,29 +87,18 @@ class EagleHead(TrainedPart):
         cache: object = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Estimates [B, M, D] of the next features, from features [B, M, D] and the tokens after them [B, M] int64.
-
-        position_ids [B, M]: of the features. cache and kwargs go to the decoder layer.
-        """
+        """See `FeatureHead.forward`."""
         embedding = self._embedding[0] if self.embed_tokens is None else self.embed_tokens
         embedded = embedding(token_ids)
         hidden = self.fc(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
-        angles = self._target[0](hidden, position_ids=position_ids)
+        angles = self._rotary[0](hidden, position_ids=position_ids)
         kwargs[cache_argument(self.layers[0])] = cache
         return self.layers[0](hidden, position_embeddings=angles, position_ids=position_ids, **kwargs)
-
-    def combined(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The features themselves."""
-        return hidden
 
     def fusion(self) -> Fusion | None:
         """Of its layer on a CPU: what was proven for the target's first one."""
         target = self._model[0]
         return fused_twin(target, target.get_decoder().layers[0], self, "layers.0")
-
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., V]: the target's LM head."""
-        return self._target[1](features)
 
     def layers_of_a_run(self) -> Sequence[nn.Module]:
         return self.layers
@@ -129,12 +116,7 @@ class EagleHead(TrainedPart):
                 f"{named(unknown)} beyond them and lacks {named(missing)}; take a head that was trained for this "
                 "model"
             )
-        for name, value in tensors.items():
-            if tuple(value.shape) != shapes[name]:
-                raise ValueError(
-                    f"{name} must be {list(shapes[name])} for this target, got {list(value.shape)}; take the head that "
-                    "was trained for this model"
-                )
+        check_shapes(tensors, shapes)
         zeros = {name: torch.zeros_like(value) for name, value in own.items()}
         self.load_state_dict(zeros | {name: value for name, value in tensors.items() if name != EMBEDDING})
         if EMBEDDING in tensors:
@@ -150,7 +132,3 @@ class FrozenEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(token_ids, self.weight)
-
-
-def named(tensors: Sequence[str]) -> str:
-    return ", ".join(tensors[:4]) or "nothing"

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson
-from stand.drafters.eagle.attached import Head, attached
+from stand.drafters.eagle.attached import attached
+from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.law_source import LawSource, Planner
 from stand.drafters.law_trees import LawTrees, Place, roots
@@ -39,7 +40,7 @@ class EagleLaws(LawSource):
 
     def __init__(
         self,
-        head: Head | str | PathLike,
+        head: FeatureHead | str | PathLike,
         *,
         runs: int | None = None,
         temperature: float = 1.0,

@@ -21,13 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from stand.drafters.eagle.head import named
-from stand.drafters.trained_part import WEIGHT_FILE, TrainedPart, reason_of
+from stand.drafters.eagle.feature_head import FeatureHead, named
+from stand.drafters.trained_part import WEIGHT_FILE, reason_of
 from stand.forward.cache.cache_argument import cache_argument
-from stand.forward.features import FeatureLayers
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
-from stand.fusion.fusion import Fusion
 
 INDEX_FILE = "model.safetensors.index.json"
 PREFIX = "mtp."  # of the layer's tensors in checkpoints of Qwen
@@ -41,14 +39,12 @@ NAMES = {
 }
 
 
-class MtpHead(TrainedPart):
+class MtpHead(FeatureHead):
     """The first such layer, as transformers builds it; embeddings, rotary positions and the LM head are the target's.
 
     Read for Qwen3.5 (`mtp.*`), and for families whose layer transformers reads by itself (`num_mtp_layers` in their
     configuration: DeepSeek-V3, GLM-4.5 and others).
     """
-
-    feature_layers: FeatureLayers = ()
 
     def __init__(
         self, target: PreTrainedModel, layer: nn.Module, *, norm: nn.Module | None = None, rope: str | None = None
@@ -117,10 +113,6 @@ class MtpHead(TrainedPart):
         head = cls(target, library.layers[0], norm=getattr(library, "shared_post_norm", None), rope=rope).eval()
         return head if head._is_where(target) else head.to(target.dtype)  # as a whole, as the target was cast
 
-    def combined(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The features themselves."""
-        return hidden
-
     def forward(
         self,
         features: torch.Tensor,
@@ -130,7 +122,7 @@ class MtpHead(TrainedPart):
         cache: object = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Estimates [B, M, D] of the next features, as `EagleHead.forward`."""
+        """See `FeatureHead.forward`."""
         embedding, rotary = self._shared
         embedded = embedding(token_ids)
         angles = None if rotary is None else rotary(embedded, position_ids=position_ids, **self._rope)
@@ -140,16 +132,8 @@ class MtpHead(TrainedPart):
         )  # fmt: skip
         return self.norm(hidden)
 
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., V]: the target's LM head."""
-        return self._model[0].get_output_embeddings()(features)
-
     def layers_of_a_run(self) -> Sequence[nn.Module]:
         return [self.layer]
-
-    def fusion(self) -> Fusion | None:
-        """None: nothing has been proven for it."""
-        return None
 
     def save(self, folder: str | PathLike) -> None:
         """Raises ValueError: nothing of it is new."""

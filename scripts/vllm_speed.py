@@ -3,7 +3,8 @@
     python scripts/vllm_speed.py models/smollm2 --rows 1,4,16 --arms plain,all:4,paying:4
 
 `plain` is vLLM without drafts, `all:4` drafts 4 tokens per row in every step, `paying:4` as many of them as pay, and
-`none:4` is the plug-in that never drafts. All engines are in one process and step in turn, so that a load on the
+`none:4` is the plug-in that never drafts. `laws:4` and `paying_laws:4` are `all:4` and `paying:4` with a lookup that
+learns laws instead of tokens. All engines are in one process and step in turn, so that a load on the
 machine meets them alike; the clocks of each stand still while others step. Every row gets --tokens tokens. Lookups and
 what is known of costs start empty with each number of rows and are kept from problem to problem. Needs vLLM; on a
 machine without a GPU its build for CPUs. With one thread (OMP_NUM_THREADS=1) processor time is what a quiet machine
@@ -28,7 +29,13 @@ from workloads.problem_sets import read_tasks
 
 PROBLEMS = os.path.join(os.path.dirname(__file__), "workloads", "word_problems.jsonl")
 PROPOSER = "stand.plugins.vllm.LookupProposer"
-OPTIONS = {"all": {"drafts": "all"}, "none": {"drafts": "all", "floor": 1.0}, "paying": {"drafts": "paying"}}
+OPTIONS = {
+    "all": {"drafts": "all"},
+    "none": {"drafts": "all", "floor": 1.0},
+    "paying": {"drafts": "paying"},
+    "laws": {"drafts": "all", "laws": 10},
+    "paying_laws": {"drafts": "paying", "laws": 10},
+}
 
 
 def arm_names(text: str) -> list[str]:

@@ -7,6 +7,8 @@ from libc.stdint cimport int32_t, int64_t
 
 import numpy as np
 
+from stand.laws.filter_checks import check_filters
+
 cdef extern from "filters.h" namespace "stand" nogil:
     cdef enum class C_Vectors "stand::Vectors":
         pass
@@ -66,7 +68,7 @@ def filter_laws(const float[:, ::1] scores not None, *, double temperature=1.0, 
     """
     cdef int64_t num_rows = scores.shape[0], size = scores.shape[1]
     cdef C_FilterRows rows
-    _check(size, temperature, top_k, top_p, min_p, count, vectors)
+    check_filters(size, temperature, top_k, top_p, min_p, count, vectors, VECTORS)
     all_laws = np.empty((num_rows, size), dtype=np.float32)
     all_ids, all_probabilities = np.empty((num_rows, count), np.int32), np.empty((num_rows, count), np.float32)
     cdef float[:, ::1] laws = all_laws, probabilities = all_probabilities
@@ -83,21 +85,3 @@ def filter_laws(const float[:, ::1] scores not None, *, double temperature=1.0, 
     with nogil:
         C_filter_rows(rows, num_threads, <C_RunInThreads> in_threads)
     return all_laws, all_ids, all_probabilities
-
-
-def _check(size, temperature, top_k, top_p, min_p, count, vectors):
-    if size < 1:
-        raise ValueError("scores must have at least one column, got 0; pass [M, V] with V >= 1")
-    if not 1e-30 <= temperature <= 1e30:
-        raise ValueError(
-            f"temperature must be in [1e-30, 1e30], got {temperature}; take the best token for greedy decoding"
-        )
-    if not (top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
-        raise ValueError(
-            f"top_k must be >= 0, top_p in (0, 1], min_p in [0, 1], got {top_k}, {top_p} and {min_p}; "
-            "0, 1 and 0 switch them off"
-        )
-    if not 0 <= count <= size:
-        raise ValueError(f"count must be in [0, {size}], the number of tokens, got {count}; ask for fewer")
-    if vectors is not None and vectors not in VECTORS:
-        raise ValueError(f"vectors must be one of {VECTORS}, got {vectors!r}; leave it out for the widest")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from stand.plugins.backlog import Backlog
-from stand.plugins.options import PREFIX, ServingOptions
-from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
-from stand.plugins.scopes import TEXTS, Scopes
+from stand.plugins.serving.backlog import Backlog
+from stand.plugins.serving.options import PREFIX, ServingOptions
+from stand.plugins.serving.row_steps import Reporter, RowSteps
+from stand.plugins.serving.scopes import TEXTS, Scopes
 from stand.plugins.sglang_worker import CHOOSES_WORKER, check_one_rank, with_laws
 from stand.sharing.exchange import numbers_of
 from stand.sharing.news import StepNews, TextNews

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stand.plugins.options import PREFIX, ServingOptions
+from stand.plugins.serving.arriving_laws import ArrivingLaws
+from stand.plugins.serving.options import PREFIX, ServingOptions
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
@@ -75,8 +75,8 @@ def worker_with_laws(base: type, num_entries: int) -> type:
             is_verified = batch.forward_mode.is_decode()  # the others read prompts
             result = super().forward_batch_generation(batch, on_publish=on_publish, pp_proxy_tensors=pp_proxy_tensors)
             if is_verified:
-                logits, temperatures = result.logits_output.next_token_logits, batch.sampling_info.temperatures
-                self._laws = ArrivingLaws(logits, temperatures, self.draft_token_num, num_entries)
+                temperatures = batch.sampling_info.temperatures.repeat_interleave(self.draft_token_num, dim=0)
+                self._laws = ArrivingLaws(result.logits_output.next_token_logits, temperatures, num_entries)
             return result
 
         def clear_cache_pool(self) -> None:
@@ -84,29 +84,3 @@ def worker_with_laws(base: type, num_entries: int) -> type:
             self._laws = None  # of drafts that the corpus has forgotten
 
     return LawWorker
-
-
-class ArrivingLaws:
-    """The best entries of laws, on their way from the device.
-
-    logits: [B * d, V] as they were sampled from, so with penalties and grammar masks; before top_k and top_p.
-    temperatures: [B, 1]. The copy waits for the forward in the device's own order, and the host for neither.
-    """
-
-    def __init__(self, logits: torch.Tensor, temperatures: torch.Tensor, num_nodes: int, num_entries: int):
-        import torch
-
-        probs = torch.softmax(logits / temperatures.repeat_interleave(num_nodes, dim=0), dim=-1, dtype=torch.float32)
-        best, ids = probs.topk(min(num_entries, probs.shape[-1]), dim=-1)
-        self._ids = ids.to(torch.int32).to("cpu", non_blocking=True)
-        self._probs = best.to("cpu", non_blocking=True)
-        self._copied = None
-        if logits.device.type != "cpu":
-            self._copied = torch.get_device_module(logits.device).Event()
-            self._copied.record()
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """(top_ids int32 [B * d, K], top_probs float32 [B * d, K]), likeliest first; waits until they are here."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._ids.numpy(), self._probs.numpy()

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stand.drafters.costs.step_cost import processor_clock
-from stand.plugins.backlog import Backlog
-from stand.plugins.options import PAYING, ServingOptions
-from stand.plugins.paying_drafts import PayingDrafts
-from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
-from stand.plugins.scopes import Scopes
+from stand.plugins.serving.backlog import Backlog
+from stand.plugins.serving.options import PAYING, ServingOptions
+from stand.plugins.serving.paying_drafts import PayingDrafts
+from stand.plugins.serving.row_steps import Reporter, RowSteps
+from stand.plugins.serving.scopes import Scopes
+from stand.plugins.vllm_laws import VerifiedLaws, show_scores
 from stand.sharing.exchange import Exchange, numbers_of
 from stand.sharing.news import TextNews
 from stand.trees import NO_TOKEN, DraftBatch, problem_key
@@ -35,6 +36,8 @@ from stand.trees.layouts.text_rows import TextRows
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 LOGGER = logging.getLogger("vllm.stand")  # below vLLM's own, so that its lines are shown
 OPTIONS = "stand"  # the entry of `additional_config` that holds ours
@@ -60,13 +63,16 @@ class LookupProposer:
         self.options = ServingOptions.read(
             given.get(OPTIONS) if isinstance(given, dict) else None, rank=getattr(parallel, "data_parallel_index", 0)
         )
+        for name in ("share", "laws"):
+            if getattr(self.options, name) and _has_many_schedulers(parallel):
+                raise ValueError(
+                    f"{name} must be left out where an external launcher starts several ranks, which must draft alike; "
+                    f"got {getattr(self.options, name)}"
+                )
+        self._has_seen_scores = False
+        self._verified: VerifiedLaws | None = None  # by the step since the last call
         if self.options.laws > 0:
-            raise ValueError(f"laws must be 0, for vLLM hands no logits to a proposer; got {self.options.laws}")
-        if self.options.share and _has_many_schedulers(parallel):
-            raise ValueError(
-                "share must be left out where an external launcher starts several ranks, which must draft alike; got "
-                f"{self.options.share}"
-            )
+            show_scores(LookupProposer)
         self.num_tokens = vllm_config.speculative_config.num_speculative_tokens
         self.max_length = vllm_config.model_config.max_model_len
         self.vocabulary_size = vllm_config.model_config.get_vocab_size()
@@ -110,6 +116,14 @@ class LookupProposer:
     def load_model(self, *arguments: object, **named: object) -> None:
         """There is no model; vLLM on a CPU asks for it."""
 
+    def see_scores(
+        self, logits: torch.Tensor | None, drafts: SpecDecodeMetadata | None, sampling: SamplingMetadata
+    ) -> None:
+        """The scores of a step, before vLLM samples from them; None where another rank has them."""
+        self._has_seen_scores, self._verified = True, None
+        if self.options.laws > 0 and logits is not None:
+            self._verified = VerifiedLaws(logits, drafts, sampling, self.options.laws)
+
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
@@ -123,6 +137,11 @@ class LookupProposer:
         int [R]: tokens of every row, those of this step included. token_ids_cpu int32 [R, L]: the rows' tokens.
         """
         self._started, self._now = self._now, self._clock()
+        if self.options.laws > 0 and not self._has_seen_scores:
+            raise RuntimeError(
+                "laws need a model runner that samples by vLLM's own _sample, but this one has shown no scores; leave "
+                "laws out to learn tokens"
+            )
         num_sampled = np.array(list(map(len, sampled_token_ids)), dtype=np.int64)
         (rows,) = num_sampled.nonzero()
         if len(rows) > 0:
@@ -163,12 +182,30 @@ class LookupProposer:
             known[place] = before[place]
         self._backlog.work()
         scopes = notes[:, SCOPE].tolist()
-        self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=scopes)
+        if self._verified is None or before.min() == 0:
+            self._learn_tokens(tokens, rows, lengths, lengths - known, scopes)
+        else:
+            self._learn_tokens(tokens, rows, before, before - known, scopes)
+            self._learn_laws(tokens, rows, before, scopes)
+        self._verified = None
         if self.exchange is not None:
-            self.exchange.send(TextNews(tokens, lengths, lengths - known, rows, self.vocabulary_size))
             self.exchange.receive()
         self.row_steps.add(num_sampled.tolist(), notes[:, DRAFTED].tolist())
         return notes, scopes
+
+    def _learn_tokens(
+        self, tokens: np.ndarray, rows: np.ndarray, ends: np.ndarray, num_new: np.ndarray, scopes: list[int]
+    ) -> None:
+        self.lookup.learn_rows(tokens, ends, num_new, rows=rows, scopes=scopes)
+        if self.exchange is not None:
+            self.exchange.send(TextNews(tokens, ends, num_new, rows, self.vocabulary_size))
+
+    def _learn_laws(self, tokens: np.ndarray, rows: np.ndarray, before: np.ndarray, scopes: list[int]) -> None:
+        """Behind each row's last token before the step, and behind each token that was drafted for it."""
+        news, nodes = self._verified.lesson(tokens, rows, before)
+        self.lookup.learn_batch(news.batch, news.befores, news.top_ids, news.top_probs, nodes, scopes=scopes)
+        if self.exchange is not None and len(nodes) == news.batch.num_nodes:
+            self.exchange.send(news)
 
     def _scope_of_given(self, text: np.ndarray, num_known: int, scope: int) -> int:
         """The scope of a text that was given after its first tokens. It is learned soon, unless its like was."""

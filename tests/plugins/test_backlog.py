@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stand.plugins.backlog import MOST_STEPS, Backlog
+from stand.plugins.serving.backlog import MOST_STEPS, Backlog
 from stand.trees import BlendedLookup
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stand.drafters.costs.step_cost import StepCost
-from stand.plugins.paying_drafts import Limits, PayingDrafts
+from stand.plugins.serving.paying_drafts import Limits, PayingDrafts
 
 Cost = Callable[[int, int], float]  # seconds of a step by rows and draft tokens
 

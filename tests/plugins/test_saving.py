@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from stand.plugins import saving
-from stand.plugins.options import ServingOptions
 from stand.plugins.saving import Saver
+from stand.plugins.serving.options import ServingOptions
 from stand.trees import BlendedLookup
 
 

@@ -13,42 +13,13 @@ import sglang_stage
 import torch
 from sglang_stage import DEPTH, WORKER, PlainWorker, Request, Stage, logits_after, plain_text, released_worker
 
+from stand.plugins.serving.arriving_laws import ArrivingLaws
 from stand.plugins.sglang import LookupCorpus
-from stand.plugins.sglang_worker import VERSIONS, ArrivingLaws, with_laws, worker_with_laws
-from stand.trees import BlendedLookup
+from stand.plugins.sglang_worker import VERSIONS, with_laws, worker_with_laws
 
 D, ENTRIES = 6, 5
 HAS_SOURCE = WORKER.exists()
 needs_source = pytest.mark.skipif(not HAS_SOURCE, reason="needs SGLang's source: STAND_SGLANG_SOURCE=folder")
-
-
-@pytest.fixture
-def lessons(monkeypatch):
-    """What lookups are taught: verb -> list of what was taught."""
-    taught = {"laws": [], "tokens": [], "prompt": []}
-
-    class Witness(BlendedLookup):
-        def learn(self, context, token_ids, *, scope=0, **laws):
-            taught["prompt"].append((np.asarray(token_ids).tolist(), scope))
-            super().learn(context, token_ids, scope=scope, **laws)
-
-        def learn_rows(self, tokens, lengths, num_new, *, rows, scopes):
-            news = zip(rows, lengths, num_new, strict=True)
-            taught["tokens"] += [tokens[row, end - new : end].tolist() for row, end, new in news]
-            super().learn_rows(tokens, lengths, num_new, rows=rows, scopes=scopes)
-
-        def learn_batch(self, batch, histories, top_ids, top_probs, nodes=None, *, scopes=None):
-            for node in nodes:
-                row = int(np.searchsorted(batch.offsets, node, side="right")) - 1
-                path, at = [], int(node - batch.offsets[row])
-                while at >= 0:
-                    path.insert(0, int(batch.token_ids[batch.offsets[row] + at]))
-                    at = int(batch.parents[batch.offsets[row] + at])
-                taught["laws"].append(([*histories[row].tolist(), *path], top_ids[node], top_probs[node], scopes[row]))
-            super().learn_batch(batch, histories, top_ids, top_probs, nodes, scopes=scopes)
-
-    monkeypatch.setattr("stand.plugins.options.BlendedLookup", Witness)
-    return taught
 
 
 def corpus(monkeypatch, laws: int = ENTRIES) -> LookupCorpus:
@@ -167,8 +138,8 @@ def test_laws_that_are_not_finite_teach_nothing(monkeypatch, lessons):
     stage, every = staged(monkeypatch, "plain"), requests(1, 1, 2)
     stage.prefill(every)
     stage.step(every)
-    stage.worker._laws._probs[1] = float("nan")
-    stage.worker._laws._probs[D:] = float("nan")
+    stage.worker._laws._arrays[1][1] = float("nan")
+    stage.worker._laws._arrays[1][D:] = float("nan")
     stage.step(every)
     rows = {len(text) for text, *_ in lessons["laws"]}
     assert lessons["laws"] and np.isfinite([probs for _, _, probs, _ in lessons["laws"]]).all() and len(rows) > 0
@@ -185,13 +156,14 @@ def test_a_worker_without_laws_is_found_out(monkeypatch):
 
 def test_entries_are_the_best_ones_at_each_rows_temperature():
     logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    temperatures = torch.tensor([[0.5], [2.0]])
-    ids, probs = ArrivingLaws(logits, temperatures, 3, 4).arrays()
+    temperatures = torch.tensor(3 * [0.5] + 2 * [2.0] + [0.0])
+    ids, probs, other = ArrivingLaws(logits, temperatures[:, None], 4, torch.arange(2)).arrays()
     assert (ids.dtype, probs.dtype, ids.shape) == (np.int32, np.float32, (6, 4))
     for row in range(6):
-        law = torch.softmax(logits[row].float() / temperatures[row // 3], dim=-1)
+        law = torch.softmax(logits[row].float() / (temperatures[row] or 1.0), dim=-1)
         assert probs[row] == pytest.approx(law[ids[row]].numpy(), rel=1e-5) and (np.diff(probs[row]) <= 0).all()
-    assert ArrivingLaws(logits, temperatures, 3, 50).arrays()[0].shape == (6, 9)
+    assert other.tolist() == [0, 1]
+    assert ArrivingLaws(logits, None, 50).arrays()[0].shape == (6, 9)
 
 
 def choose(monkeypatch, *, version=VERSIONS[0], is_ngram=True, laws="10", tp_size=1):

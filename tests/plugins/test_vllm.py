@@ -11,31 +11,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm_proposer import LONGEST, MOST_ROWS, VOCABULARY_SIZE, K, proposer
 
 from stand.plugins import vllm
-from stand.plugins.options import ServingOptions
-from stand.plugins.paying_drafts import Limits, PayingDrafts
-from stand.plugins.scopes import Scopes
+from stand.plugins.serving.options import ServingOptions
+from stand.plugins.serving.paying_drafts import Limits, PayingDrafts
+from stand.plugins.serving.scopes import Scopes
 from stand.plugins.vllm import LookupProposer
 from stand.trees import BlendedLookup
 from stand.trees.compiled import KnownTexts
-
-MOST_ROWS, LONGEST, K = 6, 512, 4
-VOCABULARY_SIZE = 1 << 17
-
-
-def proposer(
-    *, num_tokens: int = K, longest: int = LONGEST, rank: int = 0, place: int = 0, clock=None, parallel=None, **options
-) -> LookupProposer:
-    places = {"data_parallel_index": rank, "rank": place, "tensor_parallel_size": 2, **(parallel or {})}
-    config = SimpleNamespace(
-        additional_config={"stand": {"drafts": "all", **options}},
-        speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
-        model_config=SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: VOCABULARY_SIZE),
-        scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
-        parallel_config=SimpleNamespace(**places),
-    )
-    return LookupProposer(config, clock=clock)
 
 
 class Batch:
@@ -83,7 +67,7 @@ def learned(monkeypatch) -> list[tuple[str, list[int], int]]:
                 lessons.append(("new", tokens[row, length - new : length].tolist(), int(scope)))
             super().learn_rows(tokens, lengths, num_new, rows=rows, scopes=scopes)
 
-    monkeypatch.setattr("stand.plugins.options.BlendedLookup", Witness)
+    monkeypatch.setattr("stand.plugins.serving.options.BlendedLookup", Witness)
     return lessons
 
 
@@ -395,7 +379,7 @@ def test_outcomes_correct_what_is_expected_of_drafts(monkeypatch):
             outcomes.append(([path.tolist() for path in accepted], next_tokens.tolist(), kind))
             super().record_outcome(batch, accepted, next_tokens, kind=kind)
 
-    monkeypatch.setattr("stand.plugins.options.BlendedLookup", Witness)
+    monkeypatch.setattr("stand.plugins.serving.options.BlendedLookup", Witness)
     batch = Batch(proposer(drafts="paying"))
     for row in range(3):
         batch.put(row, [10 * row + token for token in (1, 2, 3, 4, 5, 6)] * 5)

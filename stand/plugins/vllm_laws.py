@@ -49,7 +49,7 @@ def showing_scores(sample: Callable[..., SamplerOutput], proposers: type) -> Cal
 
     @wraps(sample)
     def _sample(self, logits, spec_decode_metadata):
-        if isinstance(self.drafter, proposers):
+        if isinstance(getattr(self, "drafter", None), proposers):  # an engine without drafts has none
             self.drafter.see_scores(logits, spec_decode_metadata, self.input_batch.sampling_metadata)
         return sample(self, logits, spec_decode_metadata)
 

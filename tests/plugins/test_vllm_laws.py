@@ -124,15 +124,18 @@ def test_without_the_option_scores_teach_nothing(lessons):
     assert lessons["laws"] == [] and [tokens for tokens in lessons["tokens"] if tokens] == [stage.texts()[0][5:]]
 
 
-def test_another_drafter_is_left_alone():
+def test_engines_with_another_drafter_or_none_are_left_alone():
     class Drafter:
         def propose(self, sampled, lengths, tokens):
             return [[] for _ in sampled]
 
-    stage = Stage(ShownRunner(Drafter()))
-    stage.put(0, PROMPTS[0])
-    stage.step()
-    assert stage.texts()[0][5:] == plain_text(PROMPTS[0], 1)
+    for stage in (Stage(ShownRunner(Drafter())), Stage(ShownRunner(None))):
+        stage.put(0, PROMPTS[0])
+        stage.step(is_asked=stage.runner.drafter is not None)
+        assert stage.texts()[0][5:] == plain_text(PROMPTS[0], 1)
+    del stage.runner.drafter
+    stage.step(is_asked=False)
+    assert stage.texts()[0][5:] == plain_text(PROMPTS[0], 2)
 
 
 def test_servers_that_share_learn_laws_of_each_other(tmp_path, lessons):

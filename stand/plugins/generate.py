@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from functools import partial
 
 from stand.extra import MissingExtraError, has_engine
 
@@ -104,6 +105,16 @@ def use_engine(engine: Engine) -> None:
     if not isinstance(engine, Engine):
         raise ValueError(f"engine must be an Engine, got {type(engine).__name__}; make one with stand.wrap(model)")
     setattr(engine.model, ATTRIBUTE, _Kept(engine, is_given=True))
+
+
+def draft_always(model: PreTrainedModel) -> None:
+    """From now on every call of `model.generate` decodes by the engine, whoever makes it: a trainer, say, between the
+    steps of its optimiser. Of a model in peft's, give the model inside. `del model.generate` ends it.
+
+    Raises ValueError for what is no model of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a PreTrainedModel, got {type(model).__name__}; give the model inside")
+    model.generate = partial(generate, model=model)
 
 
 def stand_generate(

@@ -158,9 +158,21 @@ def test_a_head_is_made_for_any_target_whose_decoder_has_layers(target):
     assert len(settings.feature_layers) == 3 and settings.config.intermediate_size < 200
 
 
-def test_layers_that_transformers_refuses_are_told(tmp_path):
-    config = LAYERS_CONFIG | {"num_attention_heads": "many"}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_attention_heads": "many"},
+        {"num_key_value_heads": 0},
+        {"num_hidden_layers": 0},
+        {"intermediate_size": -1},
+        {"hidden_act": "none"},
+        {"rope_scaling": {"rope_type": "none", "factor": 2.0}},
+        {"rope_theta": None},
+    ],
+)
+def test_layers_that_transformers_refuses_are_told(config, tmp_path):
+    """When it reads their configuration, or builds them."""
+    (tmp_path / "config.json").write_text(json.dumps(LAYERS_CONFIG | config), encoding="utf-8")
     with pytest.raises(ValueError, match="config.json of an EAGLE-3 head must describe its layers, got .*; fetch it"):
         Eagle3Settings.read(tmp_path, deep_target())
 
@@ -225,6 +237,10 @@ def test_drafters_take_the_path_of_a_head(make, tmp_path):
     ("config", "message"),
     [
         ({"model_type": "gpt_oss"}, "layers of the kinds llama, qwen3, got 'gpt_oss'"),
+        ({"model_type": ["llama"]}, r"layers of the kinds llama, qwen3, got \['llama'\]"),
+        ({"vocab_size": 128}, "this target's 61 tokens, got 128"),
+        ({"norm_output": "false"}, r"norms that are true or false, got another \['norm_output'\]"),
+        ({"eagle_config": {"use_aux_hidden_state": "false"}}, "hidden states of several layers, got use_aux_hidden"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "hidden states of several layers, got use_aux_hidden"),
         ({"hidden_size": 64}, "features of 32 numbers, as this target's, got 64"),
         ({"target_hidden_size": 48}, "features of 32 numbers, as this target's, got 48"),
@@ -293,6 +309,21 @@ def test_offsets_to_tokens_that_there_are_not_are_refused(place, offset, got, tm
     tensors["d2t"][place] = offset
     with pytest.raises(ValueError, match=f"d2t must lead to tokens from 0 to 60, got {got}; take the head"):
         Eagle3Head.load(deep_target(), written(tmp_path, tensors, CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "got"),
+    [
+        (torch.tensor(3), r"\[\] of torch.int64"),
+        (torch.zeros(8, 1, dtype=torch.int64), r"\[8, 1\] of torch.int64"),
+        (torch.zeros(0, dtype=torch.int64), r"\[0\] of torch.int64"),
+        (torch.full((8,), 2.5), r"\[8\] of torch.float32"),
+        (torch.ones(8, dtype=torch.bool), r"\[8\] of torch.bool"),
+    ],
+)
+def test_offsets_that_are_no_list_of_integers_are_refused(offsets, got, tmp_path):
+    with pytest.raises(ValueError, match=f"d2t must be integers in a row, got {got}; fetch the checkpoint again"):
+        Eagle3Head.load(deep_target(), written(tmp_path, published() | {"d2t": offsets}, CONFIG))
 
 
 def test_offsets_that_lead_to_a_token_twice_are_refused(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from plain_eagle3 import deep_target, layer_inputs, plain_logits3, random_eagle3
 
+import stand
 from stand.drafters.eagle import followed_rows
 from stand.trees import DraftBatch, DraftTree
 
@@ -138,3 +139,10 @@ def test_a_step_of_rows_that_are_not_held_is_passed_over():
     rows.hold(texts(LONG))
     rows.follow(lesson(texts(SHORT), np.full((1, len(PARENTS)), 9), (1,)))
     step(rows, head, texts(LONG), keeps=(0,))
+
+
+def test_prompts_that_nobody_drafts_for_are_not_kept():
+    laws = stand.EagleLaws(random_eagle3(deep_target(), feature_layers=LAYERS))
+    engine = stand.wrap(deep_target(), drafter=stand.BlendedDrafter(source=laws, budget=0))
+    engine.generate(input_ids=[LONG, SHORT, PENDING], max_new_tokens=3, max_rows=2)
+    assert not laws._rows._prompts

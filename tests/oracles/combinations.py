@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+from plain_eagle3 import random_eagle3
 from recurrent_models import RECURRENT, recurrent_kernel_model, recurrent_model
 from tiny_models import CONFIGS, VOCABULARY_SIZE, kernel_model, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -54,7 +55,7 @@ class Combination:
         begin = [draw.randrange(3, VOCABULARY_SIZE) for _ in range(draw.choice([0, 0, 40]))]
         prompts = [[*begin, *(draw.randrange(3, 20) for _ in range(draw.randint(1, 12)))] for _ in range(count)]
         door = draw.choice(["generate", "run", "stream", "custom"] if not is_sampled else ["generate", "run"])
-        drafter, verifier = _drafter(draw, is_sampled)
+        drafter, verifier = _drafter(draw, is_sampled, model)
         return cls(
             is_captured=is_captured,
             model=model,
@@ -102,7 +103,7 @@ def _model(draw: random.Random, is_captured: bool) -> PreTrainedModel:
     return recurrent_model(family) if family in RECURRENT else tiny_model(family)
 
 
-def _drafter(draw: random.Random, is_sampled: bool) -> tuple[stand.Drafter, str]:
+def _drafter(draw: random.Random, is_sampled: bool, model: PreTrainedModel) -> tuple[stand.Drafter, str]:
     """With rule `match` where rows are sampled, so that drafts change no token."""
     blended = {"budget": draw.choice([0, 3, 8, 24]), "kind": draw.choice(["sampled", "mixed", "deterministic"])}
     made = draw.choice(
@@ -111,6 +112,8 @@ def _drafter(draw: random.Random, is_sampled: bool) -> tuple[stand.Drafter, str]
             lambda: stand.BlendedDrafter(**blended),
             lambda: stand.BlendedDrafter(**blended, floor=0.1),
             lambda: stand.BlendedDrafter(**blended, source=stand.NeighbourLaws()),
+            lambda: stand.BlendedDrafter(**blended, source=stand.EagleLaws(random_eagle3(model), runs=2)),
+            lambda: stand.EagleDrafter(random_eagle3(model, vocabulary=[*range(3, 40)]), budget=9),
             lambda: stand.FixedShapeDrafter(shape=TreeShape.from_branching([3, 2, 1])),
             lambda: stand.PromptLookupDrafter(),
             lambda: stand.TokenRecyclingDrafter(),

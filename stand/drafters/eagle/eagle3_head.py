@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from stand.drafters.eagle.eagle3_settings import CONFIG_FILE, Eagle3Settings
+from stand.drafters.eagle.eagle3_settings import CONFIG_FILE, LAYERS, Eagle3Settings
 from stand.drafters.eagle.feature_head import FeatureHead, check_shapes, named
 from stand.drafters.eagle.head import EMBEDDING, WEIGHT_FILES, FrozenEmbedding
 from stand.drafters.trained_part import WEIGHT_FILE, read_tensors, rows_of
@@ -30,7 +29,6 @@ from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
-LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}  # by model_type
 OFFSETS, KNOWN = "d2t", "t2d"  # of the tokens that are guessed to the target's ids; whether the head guesses a token
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # that some checkpoints hold beside the head's own
 
@@ -87,15 +85,7 @@ class Eagle3Head(FeatureHead):
         found = read_tensors(Path(path), WEIGHT_FILES)
         tensors = {name.removeprefix("model.").replace("midlayer.", "layers.0."): found[name] for name in found}
         offsets, _ = tensors.pop(OFFSETS, None), tensors.pop(KNOWN, None)
-        vocabulary = None if offsets is None else offsets.long() + torch.arange(len(offsets))
-        size = target.get_input_embeddings().weight.shape[0]
-        if vocabulary is not None and not (0 <= vocabulary.min() and vocabulary.max() < size):
-            raise ValueError(
-                f"{OFFSETS} must lead to tokens from 0 to {size - 1}, got {vocabulary.min()} to {vocabulary.max()}; "
-                "take the head that was trained for this model"
-            )
-        if vocabulary is not None and len(vocabulary.unique()) < len(vocabulary):
-            raise ValueError(f"{OFFSETS} must lead to distinct tokens, got some twice; fetch the checkpoint again")
+        vocabulary = None if offsets is None else _tokens_of(offsets, target.get_input_embeddings().weight.shape[0])
         head = cls(target, settings, vocabulary=vocabulary)
         head._take({name: value for name, value in tensors.items() if name not in OF_THE_TARGET})
         return head.eval()
@@ -217,6 +207,22 @@ class PairLayer(nn.Module):
         attended, _ = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], dim=-1), **kwargs)
         hidden = (normed if self._is_normed else features) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def _tokens_of(offsets: torch.Tensor, size: int) -> torch.Tensor:
+    """[W] int64: what is guessed, of the target's `size` tokens. Raises ValueError where that is not distinct."""
+    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or len(offsets) == 0:
+        got = f"{list(offsets.shape)} of {offsets.dtype}"
+        raise ValueError(f"{OFFSETS} must be integers in a row, got {got}; fetch the checkpoint again")
+    tokens = offsets.long() + torch.arange(len(offsets))
+    if not (0 <= tokens.min() and tokens.max() < size):
+        raise ValueError(
+            f"{OFFSETS} must lead to tokens from 0 to {size - 1}, got {tokens.min()} to {tokens.max()}; "
+            "take the head that was trained for this model"
+        )
+    if len(tokens.unique()) < len(tokens):
+        raise ValueError(f"{OFFSETS} must lead to distinct tokens, got some twice; fetch the checkpoint again")
+    return tokens
 
 
 def _norm_like(layer: nn.Module, size: int) -> nn.Module:

@@ -6,7 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from stand.drafters.trained_part import reason_of
 from stand.forward.features import FeatureLayers
@@ -15,6 +18,7 @@ from stand.forward.model import MOVING_ROPES, text_config
 CONFIG_FILE = "config.json"
 PLAIN_THETA = 10_000.0  # of rotary angles where the target names none
 CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by kinds of layers
+LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -54,19 +58,24 @@ class Eagle3Settings:
         """
         given, layers, nested = _parts(folder)
         kind, size = layers.get("model_type", "llama"), given.get("target_hidden_size") or layers.get("hidden_size")
+        own, count = text_config(target), layers.get("vocab_size")
+        odd = [name for name in NORMS if given.get(name) not in (None, False, True)]
         obstacles = {
-            f"layers of the kinds {', '.join(CONFIGS)}, got {kind!r}": kind not in CONFIGS,
-            "hidden states of several layers, got use_aux_hidden_state=false": not nested.get(
-                "use_aux_hidden_state", True
-            ),
-            f"features of {text_config(target).hidden_size} numbers, as this target's, got {size}": size
-            != text_config(target).hidden_size,
+            f"layers of the kinds {', '.join(CONFIGS)}, got {kind!r}": kind not in [*CONFIGS],
+            "hidden states of several layers, got use_aux_hidden_state=false": nested.get("use_aux_hidden_state", True)
+            not in (None, True),
+            f"features of {own.hidden_size} numbers, as this target's, got {size}": size != own.hidden_size,
+            f"this target's {own.vocab_size} tokens, got {count}": count not in (None, own.vocab_size),
+            f"norms that are true or false, got another {odd}": odd,
         }
         for rule, is_met in obstacles.items():
             if is_met:
                 raise ValueError(f"an EAGLE-3 head must have {rule}; take a head that was trained for this model")
         try:
             config = CONFIGS[kind].from_dict(layers)
+            with torch.device("meta"):
+                [LAYERS[kind](config, index) for index in range(config.num_hidden_layers)][0]
+                LlamaRotaryEmbedding(config)
         except Exception as error:  # transformers' own checks have many
             raise ValueError(
                 f"{CONFIG_FILE} of an EAGLE-3 head must describe its layers, got {type(error).__name__}: "

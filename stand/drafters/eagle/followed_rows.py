@@ -46,6 +46,10 @@ class FollowedRows:
         if len(self._prompts) > MOST_PROMPTS:
             del self._prompts[next(iter(self._prompts))]  # the oldest
 
+    def forget_prompts(self) -> None:
+        """Nothing is drafted now for those whose features wait."""
+        self._prompts.clear()
+
     def follow(self, lesson: Lesson) -> None:
         """Note the features of the tokens that a step has committed; rows that are not held are left out."""
         offsets, nodes, counts = lesson.batch.offsets, [], []

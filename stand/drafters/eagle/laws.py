@@ -67,6 +67,10 @@ class EagleLaws(LawSource):
         if self.runs is None:
             self._paying = PayingRuns(self.head.share_of_step(), most=MOST_RUNS)
 
+    def skip(self) -> None:
+        """See `LawSource.skip`: prompts do not wait for a later draft, when their rows will have gone on."""
+        self._rows.forget_prompts()
+
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
         if self._paying is not None and request.is_learning:
             self._paying.record_step(seconds)

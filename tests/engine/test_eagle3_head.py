@@ -238,7 +238,6 @@ def test_drafters_take_the_path_of_a_head(make, tmp_path):
     [
         ({"model_type": "gpt_oss"}, "layers of the kinds llama, qwen3, got 'gpt_oss'"),
         ({"model_type": ["llama"]}, r"layers of the kinds llama, qwen3, got \['llama'\]"),
-        ({"vocab_size": 128}, "this target's 61 tokens, got 128"),
         ({"norm_output": "false"}, r"norms that are true or false, got another \['norm_output'\]"),
         ({"eagle_config": {"use_aux_hidden_state": "false"}}, "hidden states of several layers, got use_aux_hidden"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "hidden states of several layers, got use_aux_hidden"),

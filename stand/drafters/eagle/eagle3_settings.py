@@ -58,14 +58,13 @@ class Eagle3Settings:
         """
         given, layers, nested = _parts(folder)
         kind, size = layers.get("model_type", "llama"), given.get("target_hidden_size") or layers.get("hidden_size")
-        own, count = text_config(target), layers.get("vocab_size")
+        own = text_config(target).hidden_size
         odd = [name for name in NORMS if given.get(name) not in (None, False, True)]
         obstacles = {
             f"layers of the kinds {', '.join(CONFIGS)}, got {kind!r}": kind not in [*CONFIGS],
             "hidden states of several layers, got use_aux_hidden_state=false": nested.get("use_aux_hidden_state", True)
             not in (None, True),
-            f"features of {own.hidden_size} numbers, as this target's, got {size}": size != own.hidden_size,
-            f"this target's {own.vocab_size} tokens, got {count}": count not in (None, own.vocab_size),
+            f"features of {own} numbers, as this target's, got {size}": size != own,
             f"norms that are true or false, got another {odd}": odd,
         }
         for rule, is_met in obstacles.items():
@@ -73,9 +72,9 @@ class Eagle3Settings:
                 raise ValueError(f"an EAGLE-3 head must have {rule}; take a head that was trained for this model")
         try:
             config = CONFIGS[kind].from_dict(layers)
-            with torch.device("meta"):
-                [LAYERS[kind](config, index) for index in range(config.num_hidden_layers)][0]
+            with torch.device("meta"):  # nothing is computed
                 LlamaRotaryEmbedding(config)
+                LAYERS[kind](config, range(config.num_hidden_layers)[0])
         except Exception as error:  # transformers' own checks have many
             raise ValueError(
                 f"{CONFIG_FILE} of an EAGLE-3 head must describe its layers, got {type(error).__name__}: "

@@ -123,6 +123,12 @@ def test_without_mlx_its_command_says_what_to_install(monkeypatch, capsys):
     assert re.search(r"needs mlx-lm .*; pip install mlx-lm, and on Linux mlx-lm\[cpu\]", capsys.readouterr().err)
 
 
+def test_without_trl_its_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert importlib.import_module("trl_check").main([]) == 2
+    assert re.search(r"needs trl .*; pip install trl", capsys.readouterr().err)
+
+
 NO_KERNELS = {"--targets": "12", "--only": "nosuchthing"}
 REFUSED = """
 import contextlib, io, json, sys

@@ -267,8 +267,8 @@ def _check_names(given: Mapping[str, object]) -> None:
     if unknown:
         raise ValueError(
             f"a setting must be a field of transformers' GenerationConfig, got {', '.join(unknown)}; "
-            "check the spelling; model and tokenizer are those of stand.wrap; options of a chat template go to "
-            "tokenizer.apply_chat_template(chat, return_dict=True, ...), and the engine takes what that returns"
+            "check the spelling; presence and frequency penalties are OutputPenalties; model and tokenizer go to wrap, "
+            "options of a chat template to tokenizer.apply_chat_template(chat, return_dict=True, ...) for a prompt"
         )
 
 

@@ -101,7 +101,7 @@ def checked_drafter(drafter: object) -> Drafter:
         return FixedShapeDrafter(drafter)
     if not isinstance(drafter, Drafter):
         raise ValueError(
-            f"drafter must be a Drafter, a BlendedLookup or a LookupTree, got {type(drafter).__name__}; load a lookup "
+            f"drafter must be a Drafter, a BlendedLookup or a LookupTree, got {drafter!r:.80}; load a lookup "
             "with stand.BlendedLookup.load(path), or derive your class from stand.Drafter"
         )
     return drafter

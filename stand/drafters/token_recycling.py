@@ -27,6 +27,11 @@ class TokenRecyclingDrafter(Drafter):
         self.num_candidates = num_successors
         self._successors: dict[int, list[int]] = {}  # token: its successors, best first
 
+    def typical_draft(self) -> DraftBatch:
+        known = TokenRecyclingDrafter(self.shape)
+        known._successors = dict.fromkeys(range(self.num_candidates), list(range(self.num_candidates)))
+        return DraftBatch.concatenate([known._unroll(0, int(self.shape.depths.max()))])
+
     def most_nodes(self, num_rows: int) -> int:
         return num_rows * (self.shape.num_nodes - 1)
 

@@ -48,6 +48,8 @@ class OpenRun:
 
         Raises RuntimeError when the run is closed or has failed.
         """
+        if on_tokens is not None and not callable(on_tokens):
+            raise ValueError(f"on_tokens must be callable, got {on_tokens!r}; leave it out")
         ticket = Ticket(request if isinstance(request, Request) else Request(request), on_tokens)
         if self._decoding.failure is not None:
             raise RuntimeError(

@@ -328,8 +328,10 @@ def test_bad_settings_of_wrap_are_refused():
     for kind in (LookupTree, BlendedLookup):
         with pytest.raises(ValueError, match="this tokenizer"):
             stand.wrap(model, drafter=kind(fingerprint=b"x" * 16))
-    with pytest.raises(ValueError, match="drafter must be a Drafter, a BlendedLookup or a LookupTree, got str"):
+    with pytest.raises(ValueError, match="drafter must be a Drafter, a BlendedLookup or a LookupTree, got 'aime"):
         stand.wrap(model, drafter="aime.lookup")
+    with pytest.raises(ValueError, match="or a LookupTree, got <class '.*BlendedDrafter'>; load"):
+        stand.wrap(model, drafter=stand.BlendedDrafter)
     with pytest.raises(ValueError, match="lookup must be a LookupTree, got BlendedLookup"):
         stand.FixedShapeDrafter(BlendedLookup())
     for budget in (-1, "8", 1 << 30, True):

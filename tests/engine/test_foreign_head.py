@@ -17,11 +17,19 @@ MOST_LINES = 40
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="docs are not part of the wheel's tests")
 
 
-EXAMPLES = ("TableHeads", "HeadsDrafter")  # in the order of the page
+EXAMPLES = ("drafters", "TableHeads", "HeadsDrafter")  # what each one makes, in the order of the page
 
 
 def examples() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_bundled_head_and_streams_are_tried_as_printed(monkeypatch, capsys):
+    monkeypatch.chdir(PAGE.parents[1])
+    exec(examples()[0], {})
+    lines = capsys.readouterr().out.splitlines()
+    gains = {what: float(gain.split()[0]) for what, gain in (line.split(": ") for line in lines)}
+    assert len(gains) == 4 and all(gain > 1 for gain in gains.values())
 
 
 def example_class(name: str) -> type:

@@ -290,6 +290,7 @@ def test_defaults_are_those_of_transformers():
         ({"max_length": 513}, "must fit into the model.s context.*got 6 . 507; lower max_new_tokens to 506"),
         ({"typical": 0.9}, "must be a field of transformers' GenerationConfig, got typical; check the spelling"),
         ({"logits_processor": []}, "got logits_processor"),
+        ({"presence_penalty": 0.5}, "got presence_penalty; .* presence and frequency penalties are OutputPenalties"),
         ({"generation_config": {"top_k": 3}}, "must be a GenerationConfig, got dict"),
         (
             {"temperature": 1e-40},

@@ -219,6 +219,14 @@ def test_what_a_callback_raises_fails_its_request(error):
         assert len(tokens_of([run.submit(PROMPTS[1])])) == 1
 
 
+def test_a_callback_that_is_none_is_refused_at_once():
+    with (
+        engine_of().open_run(**SETTINGS) as run,
+        pytest.raises(ValueError, match="on_tokens must be callable, got 5"),
+    ):
+        run.submit(PROMPTS[0], on_tokens=5)
+
+
 class Failing(LogitsProcessor):
     """Fails in the third place of a row that begins with 7."""
 

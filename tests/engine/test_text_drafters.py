@@ -117,3 +117,12 @@ def test_a_table_has_the_papers_shape_by_default():
 def test_a_table_without_successors_is_refused():
     with pytest.raises(ValueError, match="num_successors must be an integer of at least 1"):
         TokenRecyclingDrafter(TreeShape.chain(2), num_successors=0)
+
+
+def test_a_rule_for_chains_is_refused_before_a_shape_drafts():
+    """The table is empty at first, so its first drafts would be chains."""
+    model = tiny_model("qwen2")
+    with pytest.raises(ValueError, match="'block' must get chains, got two siblings"):
+        stand.wrap(model, drafter=TokenRecyclingDrafter(), verifier="block")
+    stand.wrap(model, drafter=TokenRecyclingDrafter(TreeShape.chain(4)), verifier="block")
+    stand.wrap(model, drafter=TokenRecyclingDrafter(num_successors=1), verifier="block")

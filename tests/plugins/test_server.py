@@ -218,7 +218,8 @@ REFUSED = [
     ({"response_format": {"type": "xml"}}, "response_format must be of type"),
     ({"response_format": {"type": "json_schema"}}, "response_format must be of type"),
     ({"temperature": -1.0}, "temperature must be >= 0"),
-    ({"max_tokens": 0}, "max_new_tokens must be"),
+    ({"max_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens must be an integer >= 1, got -1"),
     ({"max_tokens": 4000}, "must fit into the model's context"),
     ({"model": "another"}, "pinned to"),
 ]
@@ -248,7 +249,10 @@ def test_errors_have_the_form_of_openais(letters, path, body):
     with pytest.raises(HTTPError) as raised:
         urlopen(request, timeout=60)
     assert raised.value.code == (404 if path == "nowhere" else 400)
-    assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
+    error = json.load(raised.value)["error"]
+    assert error["type"] == "invalid_request_error"
+    if body == b"{" and path != "nowhere":
+        assert re.fullmatch("the body must be an object of JSON, got JSON decode error; see .*", error["message"])
 
 
 @pytest.mark.parametrize(
@@ -612,3 +616,6 @@ def test_the_command_serves_and_saves(tmp_path, monkeypatch):
     command.main([str(folder), "--lookup", str(lookup), "--device", "cpu", "--no-drafts"])
     with pytest.raises(ValueError, match="save"):
         command.main([str(folder), "--save-lookup", str(tmp_path / "none" / "letters.lookup")])
+    for given, message in ((["--rows", "0"], "--rows must be an integer >= 1, got 0"), (["--seed", "-1"], "seed must")):
+        with pytest.raises(ValueError, match=message):  # before anything is loaded
+            command.main(["no such model", *given])

@@ -188,7 +188,7 @@ REFUSED = [
     ({"text": {"format": None, "verbosity": "low"}}, "text must hold a format alone"),
     ({"text": {"format": {"type": "xml"}}}, "response_format must be of type"),
     ({"max_output_tokens": "9"}, "max_output_tokens must be an integer"),
-    ({"max_output_tokens": 0}, "max_new_tokens must be"),
+    ({"max_output_tokens": 0}, "max_output_tokens must be"),
     ({"previous_response_id": "resp_1"}, "previous_response_id must be left out"),
     ({"reasoning": {"effort": "low"}}, "reasoning must be left out"),
     ({"extra_body": {"max_tokens": 3}}, "max_tokens must be left out"),

@@ -20,12 +20,14 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.model_manager import ModelManager
 
+from stand.argument_checks import whole_number
 from stand.drafters.blended import BlendedDrafter
 from stand.plugins.open_runs import ClosedError
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.plugins.server.answers import Answers, OneManager
 from stand.plugins.server.handlers import ChatHandler, TextHandler
 from stand.plugins.server.responses import ResponseHandler
+from stand.seeds import checked_seed
 from stand.trees import BlendedLookup
 from stand.wrapping import wrap
 
@@ -56,7 +58,7 @@ def new_app(manager: Answers, models: ModelManager, *, chat_template_kwargs: dic
     app = FastAPI()
     for kind, status in ((ValueError, 400), (TemplateError, 400), (ClosedError, 503), (Exception, 500)):
         app.add_exception_handler(kind, partial(_tell, status))
-    app.add_exception_handler(RequestValidationError, partial(_tell, 400))
+    app.add_exception_handler(RequestValidationError, _tell_body)
     app.add_exception_handler(HTTPException, _pass_on)
 
     @app.post("/v1/chat/completions")
@@ -108,6 +110,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     is_told = options.log_level in ("info", "debug", "trace")
     logging.getLogger("transformers.cli").setLevel(logging.INFO if is_told else logging.ERROR)  # else a line a request
+    whole_number("--rows", options.rows, "16 is usual")
+    checked_seed(options.seed)
     if options.save_lookup is not None:
         check_can_be_written(options.save_lookup, "--save-lookup")
     learned = None if options.lookup is None else BlendedLookup.load(options.lookup)
@@ -165,6 +169,10 @@ def _name(kind: str, request: Request) -> str:
 
 async def _tell(status: int, request: Request, error: Exception) -> JSONResponse:
     return _error(status, str(error) if status < 500 else f"{type(error).__name__}: {error}")
+
+
+async def _tell_body(request: Request, error: RequestValidationError) -> JSONResponse:
+    return _error(400, f"the body must be an object of JSON, got {error.errors()[0]['msg']}; see OpenAI's reference")
 
 
 async def _pass_on(request: Request, error: HTTPException) -> JSONResponse:

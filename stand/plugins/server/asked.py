@@ -92,7 +92,7 @@ def check_fields(body: Body, served: Collection[str]) -> None:
         _check(value is None or _is_number(value), name, "a number", value)
     for name in WHOLE:
         if body.get(name) is not None:
-            _whole(body, name, least=None)
+            _whole(body, name, least=1 if name.startswith("max") else None)
     _check(body.get("stream") in (None, True, False), "stream", "true or false", body.get("stream"))
     stop = body.get("stop")
     is_stop = stop is None or _is_text(stop) or isinstance(stop, list) and all(map(_is_text, stop))

@@ -24,21 +24,24 @@ cdef object _copy(int kind, const void* values, Py_ssize_t length):
     return array
 
 
+cdef const void* _numbers(dict arrays, str name, int64_t* count) except? NULL:
+    """Of an array with one axis, of the type that files give it, and how many there are."""
+    cdef cnp.ndarray array = arrays[name]
+    count[0] = cnp.PyArray_DIM(array, 0)
+    return cnp.PyArray_DATA(array)
+
+
 cdef SnapshotView view_of(dict arrays) except *:
-    """Valid as long as the arrays live."""
+    """Valid as long as the arrays live, which are as `read_blended_lookup` gives them."""
     cdef SnapshotView view
-    cdef const uint32_t[::1] roots = arrays["roots"], tokens = arrays["tokens"]
-    cdef const uint8_t[::1] sizes = arrays["sizes"], visits = arrays["visits"], has_child = arrays["has_child"]
-    cdef const uint16_t[::1] weights = arrays["weights"]
-    cdef const float[::1] odds = arrays["odds"]
-    view.num_roots, view.num_contexts, view.num_entries = roots.shape[0], sizes.shape[0], tokens.shape[0]
-    if roots.shape[0]:
-        view.roots = &roots[0]
-    if sizes.shape[0]:
-        view.sizes, view.visits = &sizes[0], &visits[0]
-    if tokens.shape[0]:
-        view.tokens, view.weights, view.has_child = &tokens[0], &weights[0], &has_child[0]
-    view.odds = &odds[0]
+    cdef int64_t num_odds
+    view.roots = <const uint32_t*> _numbers(arrays, "roots", &view.num_roots)
+    view.sizes = <const uint8_t*> _numbers(arrays, "sizes", &view.num_contexts)
+    view.visits = <const uint8_t*> _numbers(arrays, "visits", &view.num_contexts)
+    view.tokens = <const uint32_t*> _numbers(arrays, "tokens", &view.num_entries)
+    view.weights = <const uint16_t*> _numbers(arrays, "weights", &view.num_entries)
+    view.has_child = <const uint8_t*> _numbers(arrays, "has_child", &view.num_entries)
+    view.odds = <const float*> _numbers(arrays, "odds", &num_odds)
     return view
 
 

@@ -9,13 +9,16 @@ from mutants.equivalent_headers import OF_FILTERS, OF_GROWTH
 
 _LAYERS = "self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, layer_idx=0)])"
 _CHUNK = "end = min(start + PROMPT_CHUNK, length - 1)"
+_ONE_CLASS = "all layers of a served target are of one class"
+_LAST = "last = target.get_decoder().layers[-1]"
 _ONE_MORE = "one pair more is computed, whose keys the next run overwrites"
 
 OF_TRAINED: dict[str, dict[tuple[str | int, ...], str]] = {
     "eagle/head.py": {
-        (_LAYERS, "0 -> 1"): "all layers of a served target are of one class",
+        (_LAYERS, "0 -> 1"): _ONE_CLASS,
         (_LAYERS, "0 -> 1 #2"): "a cache gives a layer's number the next place, whatever it is",
     },
+    "eagle/mtp_head.py": {(_LAST, "1 -> 0"): _ONE_CLASS, (_LAST, "drop USub"): _ONE_CLASS},
     "eagle/followed_rows.py": {(_CHUNK, "Sub -> Add"): _ONE_MORE, (_CHUNK, "1 -> 0"): _ONE_MORE},
     "streams/rider.py": {
         (

@@ -16,7 +16,7 @@ from workloads.tiny_classes import tiny_model as tiny_class
 import stand
 from stand.drafters.eagle.attached import attached
 from stand.drafters.eagle.eagle3_head import Eagle3Head
-from stand.drafters.eagle.eagle3_settings import Eagle3Settings
+from stand.drafters.eagle.eagle3_settings import Eagle3Settings, usual_layers
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
 
@@ -156,6 +156,12 @@ def test_a_head_is_made_for_any_target_whose_decoder_has_layers(target):
     settings = Eagle3Settings.for_target(tiny_class(target))
     assert settings.config.rope_parameters["rope_type"] == "default" and settings.config.hidden_size == 32
     assert len(settings.feature_layers) == 3 and settings.config.intermediate_size < 200
+
+
+@pytest.mark.parametrize(("count", "layers"), [(1, (0, 0, 0)), (2, (1, 1, 0)), (3, (2, 1, 0)), (36, (2, 18, 33))])
+def test_usual_layers_are_those_of_published_code_as_far_as_there_are_so_many(count, layers, monkeypatch):
+    monkeypatch.setattr("stand.drafters.eagle.eagle3_settings._num_layers", lambda target: count)
+    assert usual_layers(deep_target()) == layers
 
 
 @pytest.mark.parametrize(

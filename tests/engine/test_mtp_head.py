@@ -313,6 +313,17 @@ def test_parts_of_another_model_are_refused(kind, name, shape, named, folders, t
         MtpHead.load(targets(kind), tmp_path)
 
 
+def test_experts_whose_parts_do_not_belong_together_are_refused(folders, targets, tmp_path):
+    """All have a gate of another width than what it gates."""
+    tensors = published("qwen3_next", folders("qwen3_next")[1], 4)
+    gates = [name for name in tensors if ".experts." in name and name.endswith("gate_proj.weight")]
+    save_file(tensors | {name: torch.ones(16, 16) for name in gates}, tmp_path / FILE)
+    with pytest.raises(
+        ValueError, match=r"must have the parts of the target's own layers, got .*mtp_block.mlp.experts"
+    ):
+        MtpHead.load(targets("qwen3_next"), tmp_path)
+
+
 def test_kinds_of_layers_that_rotate_apart_are_refused(folders):
     """As Mellum's do, where transformers does not read its layer by itself."""
     model = read_target("mellum", folders("mellum")[0])

@@ -165,3 +165,15 @@ def untrained(source, **settings):
     if source == "head":
         return stand.EagleLaws(random_head(tiny_model("llama"), scale=1.5))
     return stand.StreamLaws(Streams(tiny_model("llama"), num_layers=1), **settings)
+
+
+@pytest.mark.parametrize(("has_laws", "is_learning"), [(True, True), (True, False), (False, True)])
+def test_runs_of_streams_are_judged_where_they_gave_laws_in_calls_that_teach(has_laws, is_learning, monkeypatch):
+    source, told = untrained("streams"), []
+    source.attach(tiny_model("llama"))
+    monkeypatch.setattr(source._paying, "record_gain", lambda *given: told.append(given))
+    monkeypatch.setattr(source, "_known_laws", lambda request: "laws" if has_laws else None)
+    request = replace(draft_request([np.array([5, 9], dtype=np.int32)]), is_learning=is_learning)
+    planned = replace(DraftBatch.concatenate([DraftTree.pending(5)]), path_probabilities=np.ones(1, np.float32))
+    source.laws(request, lambda laws: planned)
+    assert len(told) == int(has_laws and is_learning)

@@ -146,7 +146,7 @@ class MtpHead(FeatureHead):
 def _qwen_layer(target: PreTrainedModel) -> nn.Module:
     """Without weights: its block is one of the target's own layers with full attention."""
     config = copy.deepcopy(text_config(target))
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    config.layer_types = ["full_attention"]
     last = target.get_decoder().layers[-1]
     return transformers.modeling_layers.MtpLayer(config, type(last), type(last.input_layernorm), 0)
 

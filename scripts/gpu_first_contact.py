@@ -318,6 +318,32 @@ class Contact:
             raise AssertionError(f"tokens must be the same before and after, got others; back end {first.backend}")
         return f"same tokens after {scratch.nbytes >> 20} MiB were written elsewhere"
 
+    def trained(self) -> str:
+        """Weights that an optimiser moves between calls, and then, without fusion, weights in other memory."""
+        return "; ".join([self._trained(fuse=True), self._trained(fuse=False)])
+
+    def _trained(self, *, fuse: bool) -> str:
+        model = self._new_model("qwen2", torch.float32)
+        ours, theirs = self._engine(model, "triton", fuse=fuse), self._engine(model, "sdpa", fuse=False)
+        changes = {"as made": None, "trained": self._train, **({} if fuse else {"moved": _move})}
+        seen = {}
+        for state, change in changes.items():
+            if change is not None:
+                change(model)
+            seen[state] = self._decoded(ours, temperature=0.0)
+            if seen[state] != self._decoded(theirs, temperature=0.0) or str(ours.backend) != "triton":
+                reason = f"back end {ours.backend}, {ours.backend.reason}"
+                raise AssertionError(f"tokens must be those of eager steps, got others {state}; {reason}")
+        if seen["trained"] == seen["as made"]:
+            raise AssertionError("training must have changed tokens, got the same; take a larger step")
+        return f"as eager, {'fused' if fuse else 'unfused'}: {', '.join(changes)}"
+
+    def _train(self, model: PreTrainedModel) -> None:
+        texts = torch.tensor(self.prompts, device=self.device)
+        model(input_ids=texts, labels=texts).loss.backward()
+        torch.optim.AdamW(model.parameters(), lr=0.01).step()
+        model.zero_grad()
+
     def _random_head(self) -> LawSource:
         import stand
         from stand.drafters.eagle.head import EagleHead
@@ -414,10 +440,15 @@ class Contact:
         return model
 
 
+def _move(model: PreTrainedModel) -> None:
+    for weight in model.parameters():
+        weight.data = weight.data * 1.02
+
+
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "arrivals", "grammar",
     "image", "growth", "head", "eagle3", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents",
-    "experts", "two_engines",
+    "experts", "two_engines", "trained",
 )  # fmt: skip
 
 

@@ -313,14 +313,18 @@ def test_parts_of_another_model_are_refused(kind, name, shape, named, folders, t
         MtpHead.load(targets(kind), tmp_path)
 
 
-def test_experts_whose_parts_do_not_belong_together_are_refused(folders, targets, tmp_path):
-    """All have a gate of another width than what it gates."""
+@pytest.mark.parametrize("is_there", [True, False])
+def test_experts_whose_parts_do_not_belong_together_are_refused(is_there, folders, targets, tmp_path):
+    """All have a gate of another width than what it gates, or one expert has a projection down alone."""
     tensors = published("qwen3_next", folders("qwen3_next")[1], 4)
-    gates = [name for name in tensors if ".experts." in name and name.endswith("gate_proj.weight")]
-    save_file(tensors | {name: torch.ones(16, 16) for name in gates}, tmp_path / FILE)
-    with pytest.raises(
-        ValueError, match=r"must have the parts of the target's own layers, got .*mtp_block.mlp.experts"
-    ):
+    if is_there:
+        gates = [name for name in tensors if ".experts." in name and name.endswith("gate_proj.weight")]
+        tensors |= {name: torch.ones(16, 16) for name in gates}
+    else:
+        for kind in ("gate", "up"):
+            del tensors[f"mtp.layers.0.mlp.experts.1.{kind}_proj.weight"]
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(ValueError, match=r"must have the parts of the target's own layers, got .*experts"):
         MtpHead.load(targets("qwen3_next"), tmp_path)
 
 

@@ -401,6 +401,30 @@ def test_linear_layers_that_cannot_merge_are_left_alone():
         assert relative_error(packed_forwards(model)[0], own) <= 1e-5
 
 
+@pytest.mark.parametrize("gap", [0, 8])
+def test_weights_in_a_trainers_buffer_stay_there(gap):
+    """As optimisers of sharded training keep them: what they write into the buffer is what the model has. Parts that
+    lie behind each other are merged as they are."""
+    model = fresh("llama", 2)
+    weights = list(model.parameters())
+    buffer = torch.empty(sum(weight.numel() + gap for weight in weights))
+    place = 0
+    for weight in weights:
+        slot = buffer[place : place + weight.numel()].view_as(weight)
+        slot.copy_(weight.detach())
+        weight.data = slot
+        place += weight.numel() + gap
+    fusion = fuse(model)
+    kinds = [swap for swap in fusion.report if swap.kind in (QKV, GATE_UP)]
+    alone = ["pieces of a larger tensor, whose owner would lose them" in swap.reason for swap in kinds]
+    assert alone == [gap > 0] * 2
+    buffer.mul_(1.25)
+    own, _ = packed_forwards(model)
+    with fusion.active():
+        assert relative_error(packed_forwards(model)[0], own) <= 1e-5
+    assert all(weight.untyped_storage().data_ptr() == buffer.data_ptr() for weight in weights)
+
+
 def test_modules_the_kernels_do_not_know_are_left_alone():
     model = fresh("llama", 3)
     layers, argument = model.model.layers, cache_argument(model)

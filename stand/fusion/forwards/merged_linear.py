@@ -109,10 +109,17 @@ def merge_refusal(parts: Sequence[nn.Module], tied: frozenset[int]) -> str:
         return "weights made in inference mode, or not contiguous"
     if any(id(parameter) in tied for parameter in parameters):
         return "weights shared with another module"
+    if any(map(_is_piece, parameters)) and not _are_adjacent([part.weight for part in parts]):
+        return "weights that are pieces of a larger tensor, whose owner would lose them"
     kinds = {(part.in_features, parameter.dtype, parameter.device) for part in parts for parameter in part.parameters()}
     if len(kinds) > 1 or parameters[0].dtype not in DTYPES:
         return "parts of different inputs, dtypes or devices"
     return ""
+
+
+def _is_piece(parameter: torch.Tensor) -> bool:
+    """As a trainer's flat buffers have them, which an optimiser writes through."""
+    return parameter.untyped_storage().nbytes() > parameter.nbytes
 
 
 def is_bare(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 
 import numpy as np
 
-from stand.laws.filter_checks import check_filters
+from stand.argument_checks import check_filters
 
 cdef extern from "filters.h" namespace "stand" nogil:
     cdef enum class C_Vectors "stand::Vectors":

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from stand.plugins.saving import Saver
+from stand.plugins.serving.arriving_laws import learn_laws
 from stand.plugins.serving.backlog import Backlog
 from stand.plugins.serving.options import PREFIX, ServingOptions
 from stand.plugins.serving.row_steps import Reporter, RowSteps
 from stand.plugins.serving.scopes import TEXTS, Scopes
 from stand.plugins.sglang_worker import CHOOSES_WORKER, check_one_rank, with_laws
 from stand.sharing.exchange import numbers_of
-from stand.sharing.news import StepNews, TextNews
+from stand.sharing.news import TextNews
 from stand.trees import DraftBatch, problem_key
 from stand.trees.compiled import NamedTexts
 from stand.trees.layouts.text_rows import TextRows
@@ -161,14 +162,8 @@ class LookupCorpus:
         names, texts, scopes, batch = self._drafted
         nodes = np.arange(len(batch), dtype=np.int64) * self.draft_token_num - batch.offsets[:-1]
         nodes = np.repeat(nodes, batch.sizes) + np.arange(batch.num_nodes)
-        probs = top_probs[nodes]
-        is_sound = np.isfinite(probs).all(axis=1)
         befores = TextRows(texts.tokens, texts.lengths - 1, texts.rows)
-        self.lookup.learn_batch(
-            batch, befores, top_ids[nodes], np.where(is_sound[:, None], probs, 0), is_sound.nonzero()[0], scopes=scopes
-        )
-        if self.exchange is not None and is_sound.all():
-            self.exchange.send(StepNews(batch, befores, top_ids[nodes], probs))
+        learn_laws(self.lookup, self.exchange, batch, befores, top_ids[nodes], top_probs[nodes], scopes)
         self._lawful = set(names)
 
     def erase_match_state(self, req_ids: Iterable[str]) -> None:

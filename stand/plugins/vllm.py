@@ -21,6 +21,7 @@ import numpy as np
 
 from stand.drafters.costs.step_cost import processor_clock
 from stand.plugins.saving import Saver
+from stand.plugins.serving.arriving_laws import learn_laws
 from stand.plugins.serving.backlog import Backlog
 from stand.plugins.serving.options import PAYING, ServingOptions
 from stand.plugins.serving.paying_drafts import PayingDrafts
@@ -186,7 +187,7 @@ class LookupProposer:
             self._learn_tokens(tokens, rows, lengths, lengths - known, scopes)
         else:
             self._learn_tokens(tokens, rows, before, before - known, scopes)
-            self._learn_laws(tokens, rows, before, scopes)
+            learn_laws(self.lookup, self.exchange, *self._verified.lesson(tokens, rows, before), scopes)
         self._verified = None
         if self.exchange is not None:
             self.exchange.receive()
@@ -199,13 +200,6 @@ class LookupProposer:
         self.lookup.learn_rows(tokens, ends, num_new, rows=rows, scopes=scopes)
         if self.exchange is not None:
             self.exchange.send(TextNews(tokens, ends, num_new, rows, self.vocabulary_size))
-
-    def _learn_laws(self, tokens: np.ndarray, rows: np.ndarray, before: np.ndarray, scopes: list[int]) -> None:
-        """Behind each row's last token before the step, and behind each token that was drafted for it."""
-        news, nodes = self._verified.lesson(tokens, rows, before)
-        self.lookup.learn_batch(news.batch, news.befores, news.top_ids, news.top_probs, nodes, scopes=scopes)
-        if self.exchange is not None and len(nodes) == news.batch.num_nodes:
-            self.exchange.send(news)
 
     def _scope_of_given(self, text: np.ndarray, num_known: int, scope: int) -> int:
         """The scope of a text that was given after its first tokens. It is learned soon, unless its like was."""

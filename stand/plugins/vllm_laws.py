@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stand.plugins.serving.arriving_laws import ArrivingLaws
-from stand.sharing.news import StepNews
 from stand.trees import DraftBatch
 from stand.trees.layouts.text_rows import TextRows
 
@@ -78,9 +77,13 @@ class VerifiedLaws:
             temperatures = temperatures[:, None]
         self._arriving = ArrivingLaws(logits, temperatures, num_entries, *others)
 
-    def lesson(self, tokens: np.ndarray, rows: np.ndarray, before: np.ndarray) -> tuple[StepNews, np.ndarray]:
-        """What these rows' laws teach, and the nodes whose laws are finite. tokens int32 [R, L] of all rows; before
-        int64 [B]: tokens of the rows in question before the step, at least one."""
+    def lesson(
+        self, tokens: np.ndarray, rows: np.ndarray, before: np.ndarray
+    ) -> tuple[DraftBatch, TextRows, np.ndarray, np.ndarray]:
+        """The chains of these rows, the texts before them, and the laws at their nodes: ids and probabilities [M, K].
+
+        tokens int32 [R, L] of all rows; before int64 [B]: tokens of the rows in question before the step, at least one.
+        """
         top_ids, top_probs, *drafted = self._arriving.arrays()
         sizes = self._sizes[rows]
         offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int32)
@@ -94,7 +97,4 @@ class VerifiedLaws:
         chains = DraftBatch(
             token_ids, depths - 1, offsets, depths, np.zeros_like(depths), nothing.astype(np.int32), nothing
         )
-        probs = top_probs[lines]
-        is_sound = np.isfinite(probs).all(axis=1)
-        probs = np.where(is_sound[:, None], probs, 0)
-        return StepNews(chains, TextRows(tokens, before - 1, rows), top_ids[lines], probs), is_sound.nonzero()[0]
+        return chains, TextRows(tokens, before - 1, rows), top_ids[lines], top_probs[lines]

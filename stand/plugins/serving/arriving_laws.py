@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stand.sharing.exchange import Exchange
+from stand.sharing.news import StepNews
+from stand.trees import BlendedLookup, DraftBatch
+from stand.trees.layouts.text_rows import TextRows
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,3 +43,21 @@ class ArrivingLaws:
         if self._copied is not None:
             self._copied.synchronize()
         return [array.numpy() for array in self._arrays]
+
+
+def learn_laws(
+    lookup: BlendedLookup,
+    exchange: Exchange | None,
+    batch: DraftBatch,
+    befores: TextRows,
+    top_ids: np.ndarray,
+    top_probs: np.ndarray,
+    scopes: list[int],
+) -> None:
+    """Teach the laws [M, K] at all nodes of drafts, behind the texts before them, and tell peers. Laws that are not
+    finite teach nothing."""
+    is_sound = np.isfinite(top_probs).all(axis=1)
+    top_probs = np.where(is_sound[:, None], top_probs, 0)
+    lookup.learn_batch(batch, befores, top_ids, top_probs, is_sound.nonzero()[0], scopes=scopes)
+    if exchange is not None and is_sound.all():
+        exchange.send(StepNews(batch, befores, top_ids, top_probs))

@@ -1,0 +1,1 @@
+"""What the ways into serving engines, vLLM and SGLang, have in common."""

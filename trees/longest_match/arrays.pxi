@@ -1,23 +1,32 @@
 # Tables and drafts as arrays of Python.
 
+cdef object _view(int kind, int num_axes, int64_t length, int64_t width, const void* values):
+    """[length], or [length, width]: the values themselves."""
+    cdef cnp.npy_intp[2] shape
+    shape[0], shape[1] = length, width
+    return cnp.PyArray_SimpleNewFromData(num_axes, shape, kind, <void*> values)
+
+
 cdef tuple views_of(OrderTable* table, int num_candidates):
-    cdef int64_t num_contexts = table.size()
+    cdef int64_t count = table.size()
     return (
-        np.asarray(<int32_t[:num_contexts, :table.order]> table.keys.data()),
-        np.asarray(<uint32_t[:num_contexts]> table.counts.data()),
-        np.asarray(<int32_t[:num_contexts, :num_candidates]> table.top_ids.data()),
-        np.asarray(<float[:num_contexts, :num_candidates]> table.top_probs.data()),
+        _view(cnp.NPY_INT32, 2, count, table.order, table.keys.data()),
+        _view(cnp.NPY_UINT32, 1, count, 0, table.counts.data()),
+        _view(cnp.NPY_INT32, 2, count, num_candidates, table.top_ids.data()),
+        _view(cnp.NPY_FLOAT32, 2, count, num_candidates, table.top_probs.data()),
     )
 
 
+cdef int32_t* _numbers(dict arrays, str name) except? NULL:
+    return <int32_t*> cnp.PyArray_DATA(<cnp.ndarray?> arrays[name])
+
+
 cdef DraftSink sink_of(dict arrays) except *:
-    cdef int32_t[::1] token_ids = arrays["token_ids"], parents = arrays["parents"], depths = arrays["depths"]
-    cdef int32_t[::1] ranks = arrays["ranks"], slots = arrays["slots"]
-    cdef int32_t[:, ::1] support_ids = arrays["support_ids"]
-    cdef float[:, ::1] law = arrays["law"]
+    """Of `empty_arrays`."""
     cdef DraftSink sink
-    sink.token_ids, sink.parents, sink.depths = &token_ids[0], &parents[0], &depths[0]
-    sink.ranks, sink.slots = &ranks[0], &slots[0]
-    sink.support_ids, sink.law = &support_ids[0, 0], &law[0, 0]
+    sink.token_ids, sink.parents = _numbers(arrays, "token_ids"), _numbers(arrays, "parents")
+    sink.depths, sink.ranks = _numbers(arrays, "depths"), _numbers(arrays, "ranks")
+    sink.slots, sink.support_ids = _numbers(arrays, "slots"), _numbers(arrays, "support_ids")
+    sink.law = <float*> _numbers(arrays, "law")
     sink.num_nodes = 0
     return sink

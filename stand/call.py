@@ -157,12 +157,13 @@ class Call:
         Where rows are running, prompts get one chunk, so that nobody waits for a long one. The own seed is asked for
         here and not when the call is made: calls that ran in between may have taught.
         """
-        scheduler = self.scheduler
-        if self._own_seed is None:
-            self._own_seed = self._new_own_seed()
-            self._prompts.begin()
-        elif self._is_open and not scheduler.is_running():
-            self._prompts.keep_only(scheduler.waiting_row)  # weights may be changed while nobody waits for an answer
+        scheduler, ready = self.scheduler, self._prompts.ready
+        if self._own_seed is None or self._is_open and not scheduler.is_running():
+            if self._own_seed is None:
+                self._own_seed = self._new_own_seed()
+            self._prompts.keep_only(scheduler.waiting_row)  # weights may be changed while nobody waits for an answer:
+            if self._is_open and scheduler.next_row() is None:  # who comes after this look at them waits for the next
+                ready = _not_yet
             self._prompts.begin()
         for row in scheduler.rows_left():
             row.finish_reason = "cancelled"
@@ -174,7 +175,7 @@ class Call:
                 self._prompts.allow_all()
             if not scheduler.is_held():
                 self._prompts.keep_shared()  # before a row is put back, what only waits goes
-            changes = scheduler.settle(self._prompts.ready, self._leave)
+            changes = scheduler.settle(ready, self._leave)
             if changes and (self._step is None or scheduler.num_places != self._num_places):
                 self._make_step(changes)
             self._follow([change for change in changes if isinstance(change, Entry)])
@@ -392,3 +393,7 @@ class Call:
         if self._is_learning:
             self._drafter.learn(lesson)
         self.stats.work_on(interrupted)
+
+
+def _not_yet(row: Row) -> None:
+    """Keys of a row that is to come in later."""

@@ -166,8 +166,10 @@ class Scheduler:
 
     def wait(self) -> bool:
         """Where nobody is live: whether the call goes on. What has ended is to be given first; then a request that may
-        come is waited for."""
-        return self._arrivals is not None and (bool(self.ended) or self._arrivals.wait())
+        come is waited for, unless one was read."""
+        if self._arrivals is None:
+            return False
+        return bool(self.ended) or self.waiting_row is not None or self._arrivals.wait()
 
     def rows_left(self) -> list[Row]:
         """The rows, live or not, that nobody waits for any more; each is to be ended."""

@@ -28,6 +28,7 @@ from stand.row import Row
 from stand.scheduling import free_memory
 from stand.scheduling.admission import AtMost
 from stand.scheduling.arrivals import Arrivals, Ticket
+from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Scheduler
 
@@ -445,6 +446,35 @@ def test_prompts_that_are_kept_are_not_taken_over_after_weights_may_have_changed
                 weight.mul_(1.01)
         (found,) = run.submit(prompt).result(PATIENCE)
         assert run.stats.num_copied_prompt_tokens == 1024
+    (wanted,) = stand.wrap(model).run([prompt], **settings)
+    np.testing.assert_allclose(found.logprobs.of_tokens, wanted.logprobs.of_tokens, atol=1e-5)
+
+
+def test_whoever_comes_behind_the_look_at_the_weights_comes_in_with_the_next_one(monkeypatch):
+    """Nobody waits when the run looks; then the weights change, and a request comes before the run asks for one."""
+    model, begin = copy.deepcopy(tiny_model("qwen2")), KeptPrompts.begin
+    prompt = [5 + place % 40 for place in range(1200)]
+    settings = {"max_new_tokens": 3, "temperature": 0.0, "logprobs": 0}
+    model.config.max_position_embeddings = 2048
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=12))
+    late = []
+
+    def watched(kept):
+        age = begin(kept)
+        if run.stats.num_prompt_tokens and not (late or run._arrivals.open or run._arrivals.is_waiting):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(1.01)
+            late.append(run.submit(prompt))
+        return age
+
+    monkeypatch.setattr(KeptPrompts, "begin", watched)
+    with engine.keep_prompts(1e9), engine.open_run(**settings) as run:
+        run.submit(prompt).result(PATIENCE)
+        while not late:
+            time.sleep(0.01)
+        (found,) = late[0].result(PATIENCE)
+        assert run.stats.num_copied_prompt_tokens == 0
     (wanted,) = stand.wrap(model).run([prompt], **settings)
     np.testing.assert_allclose(found.logprobs.of_tokens, wanted.logprobs.of_tokens, atol=1e-5)
 

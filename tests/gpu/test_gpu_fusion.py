@@ -401,19 +401,24 @@ def test_linear_layers_that_cannot_merge_are_left_alone():
         assert relative_error(packed_forwards(model)[0], own) <= 1e-5
 
 
+def in_buffer(weights, gaps):
+    """Their values lie behind each other in one tensor, each before so many numbers of nobody's."""
+    buffer, place = torch.zeros(sum(weight.numel() for weight in weights) + sum(gaps)), 0
+    for weight, gap in zip(weights, gaps, strict=True):
+        slot = buffer[place : place + weight.numel()].view_as(weight)
+        slot.copy_(weight.detach())
+        weight.data = slot
+        place += weight.numel() + gap
+    return buffer
+
+
 @pytest.mark.parametrize("gap", [0, 8])
 def test_weights_in_a_trainers_buffer_stay_there(gap):
     """As optimisers of sharded training keep them: what they write into the buffer is what the model has. Parts that
     lie behind each other are merged as they are."""
     model = fresh("llama", 2)
     weights = list(model.parameters())
-    buffer = torch.empty(sum(weight.numel() + gap for weight in weights))
-    place = 0
-    for weight in weights:
-        slot = buffer[place : place + weight.numel()].view_as(weight)
-        slot.copy_(weight.detach())
-        weight.data = slot
-        place += weight.numel() + gap
+    buffer = in_buffer(weights, [gap] * len(weights))
     fusion = fuse(model)
     kinds = [swap for swap in fusion.report if swap.kind in (QKV, GATE_UP)]
     alone = ["pieces of a larger tensor, whose owner would lose them" in swap.reason for swap in kinds]
@@ -422,6 +427,15 @@ def test_weights_in_a_trainers_buffer_stay_there(gap):
     own, _ = packed_forwards(model)
     with fusion.active():
         assert relative_error(packed_forwards(model)[0], own) <= 1e-5
+    assert all(weight.untyped_storage().data_ptr() == buffer.data_ptr() for weight in weights)
+
+
+def test_biases_in_a_trainers_buffer_stay_there():
+    """Optimisers keep what they do not let decay apart; here biases lie apart from each other, too."""
+    model = fresh("qwen2", 1)
+    weights = sorted(model.parameters(), key=lambda weight: weight.dim() == 1)
+    buffer = in_buffer(weights, [8 * (weight.dim() == 1) for weight in weights])
+    fuse(model)
     assert all(weight.untyped_storage().data_ptr() == buffer.data_ptr() for weight in weights)
 
 

@@ -109,7 +109,8 @@ def merge_refusal(parts: Sequence[nn.Module], tied: frozenset[int]) -> str:
         return "weights made in inference mode, or not contiguous"
     if any(id(parameter) in tied for parameter in parameters):
         return "weights shared with another module"
-    if any(map(_is_piece, parameters)) and not _are_adjacent([part.weight for part in parts]):
+    weights, biases = [part.weight for part in parts], [part.bias for part in parts if part.bias is not None]
+    if any(any(map(_is_piece, kind)) and not _are_adjacent(kind) for kind in (weights, biases)):
         return "weights that are pieces of a larger tensor, whose owner would lose them"
     kinds = {(part.in_features, parameter.dtype, parameter.device) for part in parts for parameter in part.parameters()}
     if len(kinds) > 1 or parameters[0].dtype not in DTYPES:

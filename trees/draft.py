@@ -157,6 +157,19 @@ class DraftBatch:
         return self.offsets[1:] - self.offsets[:-1]
 
     @classmethod
+    def scored(
+        cls,
+        token_ids: np.ndarray,
+        parents: np.ndarray,
+        offsets: np.ndarray,
+        depths: np.ndarray,
+        ranks: np.ndarray,
+    ) -> DraftBatch:
+        """Drafts to learn from alone: what their nodes were drawn from teaches nothing and is left out."""
+        nothing = np.empty((len(token_ids), 0), dtype=np.float32)
+        return cls(token_ids, parents, offsets, depths, ranks, nothing.astype(np.int32), nothing)
+
+    @classmethod
     def concatenate(cls, drafts: Sequence[DraftTree]) -> DraftBatch:
         """Pack drafts, one per row; supports are padded to the widest, whole numbers become int32, laws that are
         not float64 float32.

@@ -183,23 +183,18 @@ class LookupProposer:
             known[place] = before[place]
         self._backlog.work()
         scopes = notes[:, SCOPE].tolist()
-        if self._verified is None or before.min() == 0:
-            self._learn_tokens(tokens, rows, lengths, lengths - known, scopes)
-        else:
-            self._learn_tokens(tokens, rows, before, before - known, scopes)
+        has_laws = self._verified is not None and before.min() > 0  # they teach what was sampled, too
+        ends = before if has_laws else lengths
+        self.lookup.learn_rows(tokens, ends, ends - known, rows=rows, scopes=scopes)
+        if self.exchange is not None:
+            self.exchange.send(TextNews(tokens, ends, ends - known, rows, self.vocabulary_size))
+        if has_laws:
             learn_laws(self.lookup, self.exchange, *self._verified.lesson(tokens, rows, before), scopes)
         self._verified = None
         if self.exchange is not None:
             self.exchange.receive()
         self.row_steps.add(num_sampled.tolist(), notes[:, DRAFTED].tolist())
         return notes, scopes
-
-    def _learn_tokens(
-        self, tokens: np.ndarray, rows: np.ndarray, ends: np.ndarray, num_new: np.ndarray, scopes: list[int]
-    ) -> None:
-        self.lookup.learn_rows(tokens, ends, num_new, rows=rows, scopes=scopes)
-        if self.exchange is not None:
-            self.exchange.send(TextNews(tokens, ends, num_new, rows, self.vocabulary_size))
 
     def _scope_of_given(self, text: np.ndarray, num_known: int, scope: int) -> int:
         """The scope of a text that was given after its first tokens. It is learned soon, unless its like was."""

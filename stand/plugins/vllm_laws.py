@@ -93,8 +93,5 @@ class VerifiedLaws:
         if drafted:  # without the rows' last tokens, of which there is one more with each row
             is_drafted = depths > 0
             token_ids[is_drafted] = drafted[0][(lines - np.repeat(rows, sizes) - 1)[is_drafted]]
-        nothing = np.empty((len(lines), 0))  # what nodes were drawn from teaches nothing
-        chains = DraftBatch(
-            token_ids, depths - 1, offsets, depths, np.zeros_like(depths), nothing.astype(np.int32), nothing
-        )
+        chains = DraftBatch.scored(token_ids, depths - 1, offsets, depths, np.zeros_like(depths))
         return chains, TextRows(tokens, before - 1, rows), top_ids[lines], top_probs[lines]

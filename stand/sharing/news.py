@@ -64,8 +64,7 @@ class StepNews:
         token_ids, parents, depths, ranks = (words.take(num_nodes) for _ in range(4))
         top_ids = words.take(num_nodes * width).reshape(num_nodes, width)
         top_probs = words.take(num_nodes * width).view(np.float32).reshape(num_nodes, width)
-        nothing = np.empty((num_nodes, 0))  # what nodes were drawn from teaches nothing
-        batch = DraftBatch(token_ids, parents, offsets, depths, ranks, nothing.astype(np.int32), nothing)
+        batch = DraftBatch.scored(token_ids, parents, offsets, depths, ranks)
         return cls(batch, np.split(before, ends[:-1]), top_ids, top_probs)
 
     def teach(self, lookup: BlendedLookup, *, scope: int) -> None:

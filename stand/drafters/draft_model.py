@@ -17,7 +17,7 @@ from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device
 from stand.forward.model import max_positions, prefill, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.ranks import ranks_of
+from stand.forward.ranks import ranks_of, refuse_going_apart
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model
 from stand.forward.tree_attention import tree_attention
@@ -77,6 +77,7 @@ class ModelDrafter(Drafter):
         self._rows: list[int] = []  # per cache row: the row of the call that it serves
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
+        refuse_going_apart(self.model)
         own, self._target_size = text_config(self.model).vocab_size, text_config(model).vocab_size
         if min(own, self._target_size) < LEAST_SHARE * max(own, self._target_size):
             warnings.warn(

@@ -3,12 +3,14 @@ arrays get there."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import distributed
 from torch.nn import Conv1d, Module
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def off_one_device(model: Module) -> str:
     """In words, how it lies where that is not on one device: else nothing."""
     if (group := tensor_group(model)) is not None:
         return f"in {group.size()} processes"
+    if is_sharded(model):
+        return f"sharded over {number_of_processes()}"
     places = {weight.device for weight in model.parameters()}
     return "offloaded" if META in places else f"on {len(places)} devices" if len(places) > 1 else ""
 
@@ -54,10 +58,23 @@ def is_offloaded(model: Module) -> bool:
     return any(weight.is_meta for weight in model.parameters())
 
 
+def number_of_processes() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def is_sharded(model: Module) -> bool:
+    """Whether its weights are parts of themselves that are brought together for a forward (FSDP 1 and 2, ZeRO-3)."""
+    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not without a reason: it takes long to import
+    return fsdp is not None and any(
+        isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for part in model.modules()
+    )
+
+
 def is_split(model: Module) -> bool:
-    """Whether processes share its weights otherwise than by tensor parallelism alone (FSDP 2, pipelines): all of them
-    must run every forward."""
-    if tensor_group(model) is not None:
+    """Whether processes share its weights otherwise than by tensor parallelism alone or shards alone (pipelines)."""
+    if tensor_group(model) is not None or (is_sharded(model) and (getattr(model, "_tp_size", None) or 1) == 1):
         return False
     meshes = [getattr(weight, "device_mesh", None) for weight in model.parameters()]
     meshes.append(getattr(model, "_device_mesh", None))

@@ -1,15 +1,18 @@
-"""Processes that compute a model's forwards together (tensor parallelism): what one of them decides, all of them do."""
+"""Processes that compute a model's forwards together: by tensor parallelism, where all do what the first one decides,
+or with sharded weights, where each decodes texts of its own and only the number of forwards is one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import distributed
+from torch.nn import Module
 from transformers import PreTrainedModel
 
-from stand.forward.devices import tensor_group
+from stand.forward.devices import input_device, is_sharded, number_of_processes, tensor_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
@@ -83,3 +86,57 @@ def ranks_of(model: PreTrainedModel) -> Ranks:
     """Those that compute a model together."""
     group = tensor_group(model)
     return ALONE if group is None else TensorRanks(group)
+
+
+def synced(model: Module, is_asked: bool | None) -> AbstractContextManager[None]:
+    """For a call on every rank, as transformers' `synced_gpus`; None: where ranks hold shards of the model.
+
+    Raises ValueError where there are no ranks."""
+    if is_asked and number_of_processes() == 1:
+        raise ValueError("synced_gpus needs ranks in a group of torch.distributed, got one process; leave it out")
+    is_synced = is_sharded(model) and number_of_processes() > 1 if is_asked is None else is_asked
+    return forwards_together(model) if is_synced else nullcontext()
+
+
+@contextmanager
+def forwards_together(model: Module) -> Iterator[None]:
+    """Within it as many forwards run on this rank as on every other one, which enters it too: who is done with its own
+    goes on with one token (transformers' `synced_gpus`). Sharded weights ask for that: all ranks bring them together.
+
+    Collectives must come in one order everywhere, so ranks are told before hooks that bring weights. The first forward
+    makes what those hooks keep, outside of inference mode, whose tensors a training step could not use.
+    """
+    told = model.register_forward_pre_hook(_tell_others, prepend=True)
+    try:
+        _run_one_token(model)
+        yield
+    finally:
+        told.remove()
+        while _is_any_at_work(model, False):
+            _run_one_token(model)
+
+
+def refuse_going_apart(model: Module) -> None:
+    """Raise ValueError where other ranks would wait for this one, or it for them, for ever."""
+    if _tell_others in model._forward_pre_hooks.values() or number_of_processes() == 1 or not is_sharded(model):
+        return
+    raise ValueError(
+        "ranks that hold shards of a model must run all forwards together, got a call that lets them go apart; decode "
+        "by model.generate(..., custom_generate=stand_generate) or draft_always (stand.plugins.generate), without "
+        "synced_gpus=False"
+    )
+
+
+def _tell_others(model: Module, _: tuple) -> None:
+    _is_any_at_work(model, True)
+
+
+def _is_any_at_work(model: Module, is_own: bool) -> bool:
+    at_work = torch.tensor(float(is_own), device=input_device(model))
+    distributed.all_reduce(at_work)
+    return at_work.item() > 0
+
+
+def _run_one_token(model: Module) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=input_device(model)), use_cache=False)

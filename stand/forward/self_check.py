@@ -18,6 +18,7 @@ from stand.forward.devices import input_device, is_split
 from stand.forward.long_factors import long_factors, served_positions, switching_length
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
+from stand.forward.ranks import refuse_going_apart
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.tree_attention import OwnMaskError, exclusive, tree_attention
 from stand.forward.window_check import window_disagreement
@@ -156,6 +157,7 @@ def refuse_unready(model: PreTrainedModel) -> None:
     of other classes is checked once more."""
     _refuse_training(model)
     _refuse_compiled(model)
+    refuse_going_apart(model)
     if model in _CHECKED and _CHECKED[model] != _kinds_of(model):
         check_model(model)
 
@@ -206,9 +208,10 @@ def _refuse_compiled(model: PreTrainedModel) -> None:
 def _refuse_absent_weights(model: PreTrainedModel) -> None:
     if is_split(model):
         raise UnsupportedModelError(
-            f"processes may share a model's weights by tensor parallelism alone, got {type(model).__name__} split over "
-            'several otherwise (FSDP, pipelines); load it with DistributedConfig(tp_size=) alone, or device_map="auto"'
+            f"processes may share weights by tensor parallelism alone or by shards alone, got {type(model).__name__} "
+            'split over several otherwise; load it with DistributedConfig(tp_size=) alone, or device_map="auto"'
         )
+    refuse_going_apart(model)
     if input_device(model).type == "meta":
         raise UnsupportedModelError(
             f"the model's weights must be loaded, got {type(model).__name__} on meta; load it with from_pretrained"
@@ -232,10 +235,8 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
             f"the model must be one that generates text, got {name} without {lack}; load it with AutoModelForCausalLM"
         )
     layer_types = list(getattr(config, "layer_types", None) or ())
-    num_recurrent = sum(kind in RECURRENT_LAYERS for kind in layer_types)
-    has_known_states = 0 < num_recurrent == len(recurrent_layers(model))
-    served = SERVED_LAYERS | RECURRENT_LAYERS | LAYERS_BESIDE if has_known_states else SERVED_LAYERS
-    others = set(layer_types) - served
+    has_known_states = 0 < sum(kind in RECURRENT_LAYERS for kind in layer_types) == len(recurrent_layers(model))
+    others = set(layer_types) - SERVED_LAYERS - (RECURRENT_LAYERS | LAYERS_BESIDE if has_known_states else set())
     keeps_keys_alone = bool(layer_types) and SERVED_LAYERS.issuperset(layer_types)  # Granite 4 has such sizes, too
     if others or (getattr(model, "_is_stateful", False) and not (has_known_states or keeps_keys_alone)):
         kinds = ", ".join(sorted(others)) or "recurrent state"
@@ -260,10 +261,9 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
 
 def check_case(model: PreTrainedModel) -> tuple[np.ndarray, DraftBatch]:
     """A prompt of CHECK_TOKENS tokens, int32, and a tree of 7 nodes to stand behind it."""
-    generator = np.random.default_rng(0)
-    vocabulary_size = text_config(model).vocab_size
-    prompt = generator.integers(0, vocabulary_size, CHECK_TOKENS).astype(np.int32)
-    tokens = generator.integers(0, vocabulary_size, len(CHECK_PARENTS)).astype(np.int32)
+    generator, size = np.random.default_rng(0), text_config(model).vocab_size
+    prompt = generator.integers(0, size, CHECK_TOKENS).astype(np.int32)
+    tokens = generator.integers(0, size, len(CHECK_PARENTS)).astype(np.int32)
     return prompt, DraftBatch.concatenate([check_tree(tokens)])
 
 

@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from stand.engine import Engine
 from stand.forward.cache.cache_argument import CACHE_ARGUMENTS
+from stand.forward.ranks import synced
 from stand.generation_settings import PREPARED
 from stand.media.media import TYPES, media_arguments
 from stand.output import GenerationOutput
@@ -38,14 +39,10 @@ from stand.wrapping import wrap
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
 MADE_BY_GENERATE = {"attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"}
-NOT_FORWARDED = {  # arguments of `generate` that a hub folder receives: why only None is served
+NOT_HANDED_OVER = {  # arguments that `generate` keeps from a function: why only None is served
     "assistant_model": "the engine drafts by its own drafter",
     "negative_prompt_ids": "guidance needs a second forward over every node",
     "negative_prompt_attention_mask": "guidance needs a second forward over every node",
-}
-NOT_HANDED_OVER = {  # arguments that `generate` keeps from a function: why none is served
-    **NOT_FORWARDED,
-    "synced_gpus": "ranks draft apart and take other numbers of steps",
 }
 
 
@@ -155,7 +152,7 @@ def stand_generate(
             f"stand_logprobs needs return_dict_in_generate=True, got {stand_logprobs!r} without it; pass both"
         )
     streamer = _streamer(stand_streamer)
-    engine, mask = engine_of(model), model_kwargs.get("attention_mask")
+    mask = model_kwargs.get("attention_mask")
     num_rows, width = input_ids.shape
     num_samples = generation_config.num_return_sequences or 1
     processors = _own_processors(model, input_ids, logits_processor, generation_config, model_kwargs)
@@ -165,18 +162,20 @@ def stand_generate(
         stand_seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
     prompts = input_ids[::num_samples]
     mask = torch.ones_like(prompts) if mask is None else mask[::num_samples]
-    output = engine.generate(
-        input_ids={"input_ids": prompts, "attention_mask": mask, **shown},
-        generation_config=_for_single_rows(generation_config, width, processors),
-        logits_processors=processors,
-        prefix_allowed_tokens_fn=_of_caller("prefix_allowed_tokens_fn"),
-        stopping_criteria=criteria,
-        stop_token_ids=[] if generation_config.eos_token_id is None else None,
-        seed=stand_seed,
-        streamer=streamer,
-        logprobs=stand_logprobs,
-        logprobs_mode=stand_logprobs_mode,
-    )
+    allowed = _of_caller("prefix_allowed_tokens_fn")
+    with synced(model, _of_caller("synced_gpus")):
+        output = engine_of(model).generate(
+            input_ids={"input_ids": prompts, "attention_mask": mask, **shown},
+            generation_config=_for_single_rows(generation_config, width, processors),
+            logits_processors=processors,
+            prefix_allowed_tokens_fn=allowed,
+            stopping_criteria=criteria,
+            stop_token_ids=[] if generation_config.eos_token_id is None else None,
+            seed=stand_seed,
+            streamer=streamer,
+            logprobs=stand_logprobs,
+            logprobs_mode=stand_logprobs_mode,
+        )
     return _result(input_ids, output, pad_id, as_dict=generation_config.return_dict_in_generate)
 
 
@@ -197,7 +196,7 @@ def generate(*given: object, model: PreTrainedModel, **arguments: object) -> tor
             "cache_implementation must not be 'paged' here, got it: transformers then decodes by its continuous "
             "batching and asks no custom_generate; leave it out"
         )
-    for name, reason in NOT_FORWARDED.items():
+    for name, reason in NOT_HANDED_OVER.items():
         if arguments.pop(name, None) is not None:
             raise ValueError(f"{name} must be None here, got a value: {reason}; leave it out")
     tokenizer, streamer = arguments.pop("tokenizer", None), arguments.pop("streamer", None)
@@ -264,8 +263,7 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
                 "alone; leave it out, or call model.generate without custom_generate"
             )
     for name, reason in NOT_HANDED_OVER.items():
-        value = _of_caller(name)
-        if value is not None and value is not False:
+        if _of_caller(name) is not None:
             raise ValueError(f"{name} must be left out here, got a value: {reason}; call model.generate for it")
     for name in CACHE_ARGUMENTS:
         cache = model_kwargs.get(name)

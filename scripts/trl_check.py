@@ -1,11 +1,13 @@
 """Do drafts work under the trainer TRL that is installed here, and what do they bring to its rollouts?
 
     python scripts/trl_check.py --steps 12
+    python -m torch.distributed.run --nproc-per-node 2 scripts/trl_check.py --zero3 --steps 12
 
 Trains the bundled model by TRL's GRPOTrainer, whose every `generate` is drafted (`draft_always`). Each step's rollouts
 are drawn once more, by transformers' own `generate` and with the weights of that step, so that times are pairs; the
 trainer does not see them. The prompts come back every few steps. At the end the weights must have moved, and greedy
-answers by both must be equal. Exits with 1 where something is not as it must be.
+answers by both must be equal. Exits with 1 where something is not as it must be. With --zero3 the ranks share a step's
+prompts, and each holds a part of every weight; figures are those of the first rank.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
@@ -29,7 +33,18 @@ from workloads.answers import extract_answer
 from workloads.problems import draw_problem, held_out_problems, write_prompt
 
 import stand
+from stand.forward.devices import is_sharded, number_of_processes
 from stand.plugins.generate import draft_always, use_engine
+
+HEADER = ["step", "reward", "tokens per step", "tokens per second, drafted", "transformers' own", "ratio"]
+ZERO_3 = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # small weights are shared out, too
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
@@ -40,7 +55,20 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--together", type=positive_integer, default=2, help="problems in a step (%(default)s)")
     parser.add_argument("--max-new-tokens", type=positive_integer, default=512, help="per sample (%(default)s)")
     parser.add_argument("--learning-rate", type=positive_number, default=1e-5, help="of AdamW (%(default)s)")
+    parser.add_argument("--zero3", action="store_true", help="ranks shard the weights by DeepSpeed (they do not)")
     return parser.parse_args(command_line)
+
+
+def begin_ranks() -> None:
+    """DeepSpeed's, also on CPUs, where accelerate would take each rank for the only one."""
+    import deepspeed
+    from accelerate.state import DistributedType, PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+        deepspeed.init_distributed("gloo")
 
 
 @dataclass(frozen=True)
@@ -101,13 +129,13 @@ def train(model: PreTrainedModel, tokenizer: object, arguments: argparse.Namespa
     config = GRPOConfig(
         output_dir=folder,
         max_steps=arguments.steps,
-        per_device_train_batch_size=arguments.samples * arguments.together,
+        per_device_train_batch_size=arguments.samples * arguments.together // number_of_processes(),
         num_generations=arguments.samples,
         max_completion_length=arguments.max_new_tokens,
         learning_rate=arguments.learning_rate,
         temperature=1.0,
         bf16=False,
-        use_cpu=not torch.cuda.is_available(),
+        **({"deepspeed": ZERO_3} if arguments.zero3 else {"use_cpu": not torch.cuda.is_available()}),
         report_to=[],
         logging_steps=1,
         disable_tqdm=True,
@@ -136,6 +164,15 @@ def disagreements(model: PreTrainedModel, tokenizer: object, count: int, most: i
     return num_other
 
 
+def whole(model: PreTrainedModel) -> AbstractContextManager:
+    """Within it every rank has all of its weights."""
+    if not is_sharded(model):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
 def main(command_line: list[str] | None = None) -> int:
     arguments = read_arguments(command_line)
     try:
@@ -143,6 +180,8 @@ def main(command_line: list[str] | None = None) -> int:
     except ImportError as error:
         say(f"trl_check: needs trl ({error}); pip install trl")
         return 2
+    if arguments.zero3:
+        begin_ranks()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     tokenizer = AutoTokenizer.from_pretrained(REASONER)
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
@@ -151,17 +190,20 @@ def main(command_line: list[str] | None = None) -> int:
     say(f"trl {trl.__version__}, {arguments.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         rewards = train(model, tokenizer, arguments, folder)
-    header = ["step", "reward", "tokens per step", "tokens per second, drafted", "transformers' own", "ratio"]
-    lines = []
-    for number, (reward, step) in enumerate(zip(rewards, watched.steps, strict=True), start=1):
+    num_other = disagreements(model, tokenizer, arguments.problems, arguments.max_new_tokens)
+    with whole(model):
+        has_moved = any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    if os.environ.get("RANK", "0") == "0":
+        print(format_table(HEADER, list(lines_of(rewards, watched.steps))))
+        print(f"weights moved: {has_moved}; greedy answers that differ: {num_other} of {arguments.problems}")
+    return int(num_other > 0 or not has_moved)
+
+
+def lines_of(rewards: list[float], steps: list[Rollouts]) -> Iterator[list[str]]:
+    for number, (reward, step) in enumerate(zip(rewards, steps, strict=True), start=1):
         rates = step.drafted_rate, step.plain_rate
         cells = f"{reward:.2f}", f"{step.tokens_per_step:.2f}", *(f"{rate:.0f}" for rate in rates)
-        lines.append([str(number), *cells, f"{rates[0] / rates[1]:.2f}"])
-    print(format_table(header, lines))
-    num_other = disagreements(model, tokenizer, arguments.problems, arguments.max_new_tokens)
-    has_moved = any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    print(f"weights moved: {has_moved}; greedy answers that differ: {num_other} of {arguments.problems}")
-    return int(num_other > 0 or not has_moved)
+        yield [str(number), *cells, f"{rates[0] / rates[1]:.2f}"]
 
 
 if __name__ == "__main__":

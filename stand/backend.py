@@ -17,7 +17,7 @@ from stand.forward.cache import mapped_memory
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
-from stand.forward.devices import input_device, is_nvidia, is_offloaded, is_sharded, tensor_group
+from stand.forward.devices import input_device, is_nvidia, is_offloaded, is_sharded, off_one_device, tensor_group
 from stand.forward.features import FeatureLayers
 from stand.forward.latent_keys import expanding_layer
 from stand.forward.model import is_mixture, waiting_ropes
@@ -287,6 +287,14 @@ def _proven(
         fusion, unfused = _fused(model, verifier, **asked)
     reason = "asked for" if requested == "triton" else "the kernels serve this model"
     return CapturedBackend(model, reason + unfused, fusion=fusion)
+
+
+def way_of_steps(model: PreTrainedModel, backend: Backend) -> str:
+    """As `StepTimer` says. A model may be sharded after its engine was made."""
+    name = "" if backend.name == "sdpa" and input_device(model).type == "cpu" else str(backend)
+    if is_sharded(model):
+        return f"{name} {off_one_device(model)}".strip()
+    return name if backend.fusion is not None else f"{name} unfused".strip()
 
 
 def _page_size(model: PreTrainedModel) -> int | None:

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from stand.argument_checks import check_flags, whole_number
-from stand.backend import Backend
+from stand.backend import Backend, way_of_steps
 from stand.call import Call
 from stand.drafters.check import check_most_nodes
 from stand.drafters.costs.step_cost import StepCost, StepTimer, clock_of, measure_cost
@@ -368,7 +368,9 @@ class Engine:
         allowed = admission(self.model, max_rows, max_cache_bytes, **beside)
         most_rows = min(int(limit) for limit in (num_rows, max_rows, self.backend.most_rows) if limit is not None)
         if draft:  # its largest draft counts in the checks
-            self.drafter.prepare(most_rows, StepTimer(self.measure_cost, self._way_of_steps(), self.backend.step_sizes))
+            self.drafter.prepare(
+                most_rows, StepTimer(self.measure_cost, way_of_steps(self.model, self.backend), self.backend.step_sizes)
+            )
             check_most_nodes(self.drafter, most_rows, self.backend)
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)
@@ -389,11 +391,6 @@ class Engine:
             kept=self._kept,
             logprobs=reader.logprobs,
         )
-
-    def _way_of_steps(self) -> str:
-        """As `StepTimer` says."""
-        name = "" if self.backend.name == "sdpa" and input_device(self.model).type == "cpu" else str(self.backend)
-        return name if self.backend.fusion is not None else f"{name} unfused".strip()
 
     def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
         """The seed of the own streams of a call that starts now (stand/seeds.py)."""

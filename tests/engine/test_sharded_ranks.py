@@ -24,6 +24,7 @@ from tiny_models import tiny_model
 from torch import distributed
 
 import stand
+from stand.backend import way_of_steps
 from stand.forward.devices import is_sharded, off_one_device
 from stand.forward.ranks import synced
 
@@ -117,6 +118,16 @@ def test_shards_in_one_process_are_served_without_fusion():
     asked = {"max_new_tokens": 12, "temperature": 0.0}
     own = stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=8))
     assert engine.generate(PROMPTS[1], **asked).token_ids == own.generate(PROMPTS[1], **asked).token_ids
+
+
+def test_steps_of_shards_are_timed_by_themselves():
+    """Also where the engine was made before."""
+    model = copy.deepcopy(tiny_model("llama"))
+    backend = stand.wrap(model, drafter=stand.BlendedDrafter(budget=8)).backend
+    before = way_of_steps(model, backend)
+    for number, weight in enumerate(model.parameters()):
+        weight.ds_id = number
+    assert before in ("", "unfused") and way_of_steps(model, backend) == "sharded over 1"
 
 
 def test_drafters_that_read_weights_or_states_are_refused():

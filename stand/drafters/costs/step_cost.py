@@ -136,8 +136,8 @@ class StepCost:
 class StepTimer:
     """`Engine.measure_cost`, and how the engine's steps run: times of one way say nothing of another's.
 
-    way: the back end's name on a GPU, "" on a CPU; "unfused" is added where modules are as they were. sizes: tokens,
-    ascending, to which steps are padded; none where they are not.
+    way: the back end's name on a GPU, "" on a CPU; "unfused" is added where modules are as they were, and "sharded over
+    2" where ranks hold parts of them. sizes: tokens, ascending, to which steps are padded; none where they are not.
     """
 
     run: Callable[..., StepCost]

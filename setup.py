@@ -102,7 +102,7 @@ LEVELS = {
     # is faster without. Tests of loops that are copied before them, and jumps past conditions that are known, are a
     # twentieth and save nothing, and four passes more are a sixtieth. -O2 is a sixth smaller, and slower at serving
     # engines.
-    "stand.trees.blended.lookup": [
+    "stand.trees.lookups": [
         "-O3",
         "-fno-tree-vectorize",
         "-fno-tree-slp-vectorize",
@@ -115,18 +115,6 @@ LEVELS = {
         *taken("-fno-move-loop-invariants"),
         *taken("-fno-shrink-wrap"),
         *taken("--param=inline-unit-growth=12"),
-        *SMALL,
-        *REPEATING,
-    ],
-    # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. To inline an eighth as much saves a tenth, at no cost.
-    "stand.trees.longest_match.lookup": [
-        "-O2",
-        *taken("-fno-tree-ch"),
-        *taken("-fno-tree-dominator-opts"),
-        *taken("-fno-partial-inlining"),
-        *taken("-fno-move-loop-invariants"),
-        *taken("-fno-tree-pre"),
-        *taken("--param=inline-unit-growth=5"),
         *SMALL,
         *REPEATING,
     ],
@@ -178,7 +166,7 @@ def forget_lines(source):
 
 
 def module_name(source):
-    """trees/blended/lookup.pyx -> stand.trees.blended.lookup; stand/step_compiled.pyx -> stand.step_compiled."""
+    """trees/lookups.pyx -> stand.trees.lookups; stand/step_compiled.pyx -> stand.step_compiled."""
     name = os.path.splitext(source)[0].replace(os.sep, ".")
     return name if name.startswith("stand.") else "stand." + name
 

@@ -16,6 +16,7 @@ import stand
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = Path(stand.__file__).parent
+INSTALLED_TREES = Path(stand.trees.__file__).parent
 
 
 def source_files() -> list[str]:
@@ -52,8 +53,8 @@ def test_module_is_installed(file):
 
 
 def test_modules_are_named_as_they_are_imported():
-    names = [module_of(file) for file in ("stand/engine.py", "trees/blended/lookup.pyx", "verifiers/__init__.py")]
-    assert names == ["stand.engine", "stand.trees.blended.lookup", "stand.verifiers"]
+    names = [module_of(file) for file in ("stand/engine.py", "trees/lookups.pyx", "verifiers/__init__.py")]
+    assert names == ["stand.engine", "stand.trees.lookups", "stand.verifiers"]
     assert len(source_files()) > 80
 
 
@@ -66,17 +67,16 @@ def test_every_folder_of_modules_is_named_as_a_package():
 
 
 def test_types_come_along():
-    lookups = [importlib.import_module(f"stand.trees.{name}.lookup") for name in ("blended", "longest_match")]
-    assert all((Path(module.__file__).parent / "lookup.pyi").exists() for module in lookups)
+    assert all((INSTALLED_TREES / stub).exists() for stub in ("compiled.pyi", "lookups.pyi"))
     assert (INSTALLED / "py.typed").exists()
 
 
-@pytest.mark.parametrize("name", ["blended", "longest_match"])
+@pytest.mark.parametrize("name", ["BlendedLookup", "LookupTree"])
 def test_inspect_reads_the_parameters_that_the_stub_of_a_lookup_names(name):
-    module = importlib.import_module(f"stand.trees.{name}.lookup")
-    stub = ast.parse((Path(module.__file__).parent / "lookup.pyi").read_text(encoding="utf-8"))
+    module = importlib.import_module("stand.trees.lookups")
+    stub = ast.parse((INSTALLED_TREES / "lookups.pyi").read_text(encoding="utf-8"))
     read = {}
-    for kind in [node for node in stub.body if isinstance(node, ast.ClassDef) and hasattr(module, node.name)]:
+    for kind in [node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == name]:
         for method in [node for node in kind.body if isinstance(node, ast.FunctionDef)]:
             given = getattr(getattr(module, kind.name), method.name)
             if callable(given) and not method.name.startswith("__"):  # others are properties

@@ -10,12 +10,11 @@ if __name__ != "stand.trees":
     )
 
 from stand.trees import noise
-from stand.trees.blended.lookup import BlendedLookup, OutsideLaws, TokenMasks
 from stand.trees.blended.merging import merge_lookups
 from stand.trees.checked_file import LookupFileError
 from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
 from stand.trees.fingerprint import problem_key, vocabulary_fingerprint
-from stand.trees.longest_match.lookup import LookupTree
+from stand.trees.lookups import BlendedLookup, LookupTree, OutsideLaws, TokenMasks
 from stand.trees.shape import TreeShape, fit_shape
 
 __all__ = [

@@ -6,7 +6,7 @@ import numpy as np
 
 from stand.trees.arguments import whole
 from stand.trees.kinds import KIND_NUMBERS, KINDS
-from stand.trees.longest_match.lookup import children_of
+from stand.trees.lookups import children_of
 
 
 def draw_children(

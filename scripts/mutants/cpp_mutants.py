@@ -25,7 +25,7 @@ LEAP = re.compile(r"\b(break|continue);")
 SKIPPED = ("#", "//", "namespace", "using", "template", "static_assert", "enum")
 INCLUDED_BY = {  # folders of headers, and what Cython makes of the module that they are compiled into
     "stand/laws": "stand/laws/filters.cpp",
-    "trees/blended/growth": "trees/blended/lookup.cpp",
+    "trees/blended/growth": "trees/lookups.cpp",
 }
 
 

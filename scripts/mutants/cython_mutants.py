@@ -118,7 +118,7 @@ def including(root: Path, part: Path) -> Path:
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """The compiled `source` in place of `path`, below `folder`, by the project's own setup.py; None if it is refused.
 
-    root: the project; path: trees/compiled.pyx in it, or trees/noise.pxi, a part of a module. Only this one
+    root: the project; path: trees/compiled.pyx in it, or trees/include/noise.pxi, a part of a module. Only this one
     module is built.
     """
     module = path if path.suffix == ".pyx" else including(root, path)

@@ -272,9 +272,9 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "length = [0] * len(passed)",
         "0 -> 1",
     ): "lengths are only compared with each other, and all are one longer",
-    ("trees/noise.pxi", "return 0", "0 -> 1"): "every number but -1 says that nothing was wrong",
+    ("trees/include/noise.pxi", "return 0", "0 -> 1"): "every number but -1 says that nothing was wrong",
     (
-        "trees/noise.pxi",
+        "trees/include/noise.pxi",
         "cdef uint64_t key = stream_key(seed, stream), row_key, step, bits = 0",
         "0 -> 1",
     ): "only bits from the 32nd on are asked for",
@@ -515,12 +515,12 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "Gt -> GtE",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (
-        "trees/noise.pxi",
+        "trees/include/noise.pxi",
         "cdef uint64_t words = 0, key = stream_key(seed, stream)",
         "0 -> 1",
     ): "only bits above 32 count",
     (
-        "trees/noise.pxi",
+        "trees/include/noise.pxi",
         "cdef uint64_t key = stream_key(seed, stream), bits = 0",
         "0 -> 1",
     ): "only bits above 32 count",
@@ -624,12 +624,12 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "0 -> 1",
     ): "all cores of a machine have one name",
     (
-        "trees/noise.pxi",
+        "trees/include/noise.pxi",
         "check_stream(seed, 0)",
         "0 -> 1",
     ): "both are streams; the seed is checked",
     (
-        "trees/noise.pxi",
+        "trees/include/noise.pxi",
         "cdef uint64_t key, bits = 0",
         "0 -> 1",
     ): "only bits above 32 count",

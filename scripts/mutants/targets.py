@@ -201,7 +201,7 @@ TARGETS = (
     ),
     Target(
         "drafts",
-        ("trees/noise.pxi", "trees/draft.py", "trees/parents.py"),
+        ("trees/include/noise.pxi", "trees/draft.py", "trees/parents.py"),
         (*_tests("trees", "draft", "noise", "draft_kinds"), *_tests("verifiers", "verifiers_step")),
     ),
     Target(

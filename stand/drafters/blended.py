@@ -29,8 +29,8 @@ from stand.seeds import call_seed
 from stand.sharing.exchange import Exchange, checked_folder, exchange_of
 from stand.sharing.news import StepNews
 from stand.trees import BlendedLookup, DraftBatch
-from stand.trees.blended.lookup import MAX_SCOPE
 from stand.trees.kinds import KINDS
+from stand.trees.lookups import MAX_SCOPE
 
 MOST_RISES = 1000  # arrays of rises that are kept; a cost that follows the steps' times changes, and has new ones
 RisesKey = tuple[StepCost, int, int, tuple[int, ...]]  # cost, rows, budget, sizes of steps

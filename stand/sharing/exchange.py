@@ -19,9 +19,9 @@ from stand.sharing.news import News, news_of
 from stand.sharing.own_files import FILE_NAME, MOST_RECORD, SUFFIX, OwnFiles, machine_word
 from stand.sharing.peer_file import PeerFile
 from stand.trees import BlendedLookup
-from stand.trees.blended.lookup import MAX_SCOPE
 from stand.trees.fork_safety import lock_at_forks
 from stand.trees.locked_files import remove_abandoned
+from stand.trees.lookups import MAX_SCOPE
 
 LOGGER = logging.getLogger("stand")
 PAUSE = 1.0  # seconds between two looks for new files

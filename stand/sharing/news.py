@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from stand.trees import BlendedLookup, DraftBatch
-from stand.trees.blended.lookup import MAX_DEPTH
+from stand.trees.lookups import MAX_DEPTH
 
 WORD = np.dtype("<i4")
 NUM_SIZES = 4

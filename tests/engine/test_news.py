@@ -12,7 +12,7 @@ from stand.sharing.news import NUM_BEFORE, NewsError, TextNews, news_of
 from stand.sharing.own_files import MAGIC, RECORD, OwnFiles
 from stand.sharing.peer_file import PeerFile
 from stand.trees import BlendedLookup
-from stand.trees.blended.lookup import MAX_DEPTH
+from stand.trees.lookups import MAX_DEPTH
 
 
 def teach_rows(news: TextNews, lookup: BlendedLookup) -> None:

@@ -189,9 +189,9 @@ def test_a_mutant_takes_the_place_of_its_module():
     assert Finder(mutant, None).find_spec("stand.verifiers.rules.token", None) is None
     assert Mutant(ROOT / "stand" / "laws" / "sampling.py", 1, "", "", "").module == "stand.laws.sampling"
     growth = ROOT / "trees" / "blended" / "growth" / "growth.h"
-    assert Mutant(growth, 1, "", "", "").module == "stand.trees.blended.lookup"
+    assert Mutant(growth, 1, "", "", "").module == "stand.trees.lookups"
     assert Mutant(ROOT / "stand" / "laws" / "block_passes.h", 1, "", "", "").module == "stand.laws.filters"
-    for part in ("noise.pxi", "layouts/layout.pxi"):
+    for part in ("include/noise.pxi", "layouts/layout.pxi"):
         assert Mutant(ROOT / "trees" / part, 1, "", "", "").module == "stand.trees.compiled"
     with pytest.raises(ValueError, match=r"a \.pxi must be included by a module"):
         _ = Mutant(ROOT / "trees" / "none.pxi", 1, "", "", "").module

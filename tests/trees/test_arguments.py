@@ -151,8 +151,8 @@ def test_bounds_of_drafts_may_be_numbers_of_numpy():
     "change",
     [
         {"fade": "x"}, {"fade": None}, {"fade": 0}, {"fade": 1.5}, {"fade": float("nan")}, {"rate": "0.1"},
-        {"rate": -0.1}, {"depth": 2.0}, {"depth": 13}, {"max_bytes": 1e9}, {"max_bytes": 1000}, {"max_bytes": 2**40},
-        {"num_candidates": 0}, {"fingerprint": "abc"},
+        {"rate": -0.1}, {"depth": 2.0}, {"depth": 13}, {"max_bytes": 1e9 + 0.5}, {"max_bytes": 1000},
+        {"max_bytes": 2**40}, {"num_candidates": 0}, {"fingerprint": "abc"},
     ],
     ids=str,
 )  # fmt: skip
@@ -165,6 +165,7 @@ def test_settings_that_no_lookup_can_have(change):
 def test_settings_may_be_numbers_of_numpy():
     lookup = BlendedLookup(fade=np.float32(0.5), rate=0, depth=np.int32(3), max_bytes=np.int64(1 << 20))
     assert (lookup.fade, lookup.rate, lookup.depth, lookup.max_bytes) == (0.5, 0.0, 3, 1 << 20)
+    assert BlendedLookup(max_bytes=4e9).max_bytes == 4_000_000_000
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from reference_blended import SlowBlend, entry_prior
 
 from stand.trees import BlendedLookup, DraftBatch, LookupFileError
 from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
-from stand.trees.blended.lookup import HAS_WIDE_VECTORS
+from stand.trees.lookups import HAS_WIDE_VECTORS
 
 MB = 1 << 20
 
@@ -205,7 +205,7 @@ def test_histories_of_every_kind_are_read(make):
 DRAFT_AS_BYTES = """
 import sys
 import numpy as np
-from stand.trees.blended.lookup import BlendedLookup, HAS_WIDE_VECTORS
+from stand.trees.lookups import BlendedLookup, HAS_WIDE_VECTORS
 rng = np.random.default_rng(5)
 lookup = BlendedLookup()
 for scope in range(3):

@@ -5,7 +5,7 @@ import pytest
 
 from stand.trees import BlendedLookup, LookupFileError, LookupTree, merge_lookups
 from stand.trees.blended.file import read_blended_lookup
-from stand.trees.blended.lookup import MOST_ENTRIES, NUM_ODDS
+from stand.trees.lookups import MOST_ENTRIES, NUM_ODDS
 
 SKIP = len(MOST_ENTRIES) - 1
 

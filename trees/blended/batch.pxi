@@ -1,6 +1,6 @@
 # Grown drafts, and laws, as arrays of Python.
 
-cdef object batch_of(Growth& growth):
+cdef object grown_batch(Growth& growth):
     """The grown nodes as a DraftBatch: parts of one array, because making many costs more than filling them."""
     cdef Py_ssize_t num_rows = growth.row_sizes.size(), row, num_nodes = 0
     cdef int32_t width = law_width(growth)

@@ -1,40 +1,27 @@
-# What lookup.pyx uses of the C++ headers of this folder.
+# What lookup.pxi uses of the C++ headers of this folder.
 
 cdef enum:
     MAX_WINDOW = 16  # at least MAX_DEPTH
     LAST_SCOPE = 254
     NO_BOUND = 2147483647  # of depths, nodes and widths
     MAX_ROWS = 1048576
+    MOST_BLENDED = 64  # candidates
 
-cdef extern from "store/fair_mutex.h" namespace "stand" nogil:
+cdef extern from "blended/store/fair_mutex.h" namespace "stand" nogil:
     cdef cppclass FairMutex:
         void lock() except +
         void unlock()
         void close() except +
         void open()
 
-cdef extern from "../include/sampling.h" namespace "stand" nogil:
-    cdef enum class DraftKind(int32_t):
-        deterministic
-
-cdef extern from "../include/window.h" namespace "stand" nogil:
-    cdef cppclass StepView:
-        const int32_t* token_ids
-        const int32_t* parents
-        const int32_t* offsets
-        int64_t num_rows
-        const int32_t* histories
-        const int32_t* history_sizes
-        int32_t history_limit
-
-cdef extern from "store/odds.h" namespace "stand" nogil:
+cdef extern from "blended/store/odds.h" namespace "stand" nogil:
     const int32_t C_MAX_DEPTH "stand::MAX_DEPTH"
     const int32_t NUM_ORDERS
 
-cdef extern from "growth/evidence.h" namespace "stand" nogil:
+cdef extern from "blended/growth/evidence.h" namespace "stand" nogil:
     bool_t has_wide_vectors()
 
-cdef extern from "store/path_tree.h" namespace "stand" nogil:
+cdef extern from "blended/store/path_tree.h" namespace "stand" nogil:
     const int32_t NOWHERE
 
     cdef cppclass PathTree:
@@ -42,7 +29,7 @@ cdef extern from "store/path_tree.h" namespace "stand" nogil:
         void add_row() except +
         int32_t add_node(int32_t parent, int32_t token) except +
 
-cdef extern from "store/outside_laws.h" namespace "stand" nogil:
+cdef extern from "blended/store/outside_laws.h" namespace "stand" nogil:
     const int32_t C_ANY_TOKEN "stand::ANY_TOKEN"
     const int32_t C_NUM_SOURCES "stand::NUM_SOURCES"
     const int32_t C_MAX_LAW_SIZE "stand::MAX_LAW_SIZE"
@@ -54,12 +41,12 @@ cdef extern from "store/outside_laws.h" namespace "stand" nogil:
         int32_t add_node(int32_t parent, int32_t token) except +
         bool_t add_token(uint32_t token, float probability) except +
 
-cdef extern from "store/outside_odds.h" namespace "stand" nogil:
+cdef extern from "blended/store/outside_odds.h" namespace "stand" nogil:
     cdef cppclass OutsideOdds:
         OutsideOdds() except +
         void clear()
 
-cdef extern from "store/learning.h" namespace "stand" nogil:
+cdef extern from "blended/store/learning.h" namespace "stand" nogil:
     cdef cppclass LookupSettings:
         int32_t depth
         int64_t max_bytes
@@ -102,10 +89,10 @@ cdef extern from "store/learning.h" namespace "stand" nogil:
                      int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width,
                      const COutsideLaws* outside, OutsideOdds* odds) except +
 
-cdef extern from "store/soundness.h" nogil:
+cdef extern from "blended/store/soundness.h" nogil:
     pass
 
-cdef extern from "growth/blender.h" namespace "stand" nogil:
+cdef extern from "blended/growth/blender.h" namespace "stand" nogil:
     cdef cppclass Candidate:
         uint32_t token
         float probability
@@ -113,7 +100,7 @@ cdef extern from "growth/blender.h" namespace "stand" nogil:
     vector[Candidate] blended_law(const CLookup& lookup, const uint32_t* window, int32_t available, uint8_t scope,
                                   int32_t limit) except +
 
-cdef extern from "growth/masks.h" namespace "stand" nogil:
+cdef extern from "blended/growth/masks.h" namespace "stand" nogil:
     cdef cppclass TokenMask:
         TokenMask()
         const uint32_t* words
@@ -124,7 +111,7 @@ cdef extern from "growth/masks.h" namespace "stand" nogil:
         CTokenMasks(const TokenMask& first) except +
         PathTree tree
 
-cdef extern from "growth/growth.h" namespace "stand" nogil:
+cdef extern from "blended/growth/growth.h" namespace "stand" nogil:
     cdef cppclass GrowthRequest:
         const int32_t* window
         int32_t window_size
@@ -150,7 +137,7 @@ cdef extern from "growth/growth.h" namespace "stand" nogil:
         void grow(const CLookup& lookup, const vector[GrowthRequest]& requests,
                   const GrowthSettings& settings) except +
 
-cdef extern from "growth/draft_writer.h" namespace "stand" nogil:
+cdef extern from "blended/growth/draft_writer.h" namespace "stand" nogil:
     cdef cppclass DraftSink:
         const int32_t* offsets
         int32_t* token_ids
@@ -166,7 +153,7 @@ cdef extern from "growth/draft_writer.h" namespace "stand" nogil:
     int32_t law_width(const Growth& growth)
     void write_draft(const Growth& growth, const DraftSink& sink)
 
-cdef extern from "growth/outcome.h" namespace "stand" nogil:
+cdef extern from "blended/growth/outcome.h" namespace "stand" nogil:
     cdef cppclass Outcome:
         const int32_t* token_ids
         const int32_t* parents
@@ -180,7 +167,7 @@ cdef extern from "growth/outcome.h" namespace "stand" nogil:
     int64_t first_broken_path(const Outcome& outcome)
     void c_record_outcome "stand::record_outcome"(const Outcome& outcome, DraftKind kind, CLookup& lookup) except +
 
-cdef extern from "store/snapshot.h" namespace "stand" nogil:
+cdef extern from "blended/store/snapshot.h" namespace "stand" nogil:
     cdef cppclass Snapshot:
         vector[uint32_t] roots
         vector[uint8_t] sizes

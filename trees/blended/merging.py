@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
-from stand.trees.blended.lookup import MOST_ENTRIES, NUM_ODDS, BlendedLookup
 from stand.trees.checked_file import LookupFileError
+from stand.trees.lookups import MOST_ENTRIES, NUM_ODDS, BlendedLookup
 
 PATHS = (str, os.PathLike)
 LARGEST_WEIGHT = np.iinfo(np.uint16).max

@@ -1,6 +1,8 @@
 # Arguments of a draft and of its outcome, row by row.
 
 cdef int64_t checked_cap(max_bytes) except -1:
+    if type(max_bytes) is float and max_bytes.is_integer():  # 4e9
+        max_bytes = int(max_bytes)
     return within(max_bytes, "max_bytes", MIN_BYTES, 2**40 - 1, DEFAULT_MAX_BYTES)
 
 

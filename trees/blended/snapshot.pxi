@@ -71,7 +71,7 @@ cdef void check_sound(CLookup& lookup) except *:
         raise RuntimeError(f"the lookup must be sound, got {fault.decode()}")
 
 
-cdef class BlendedLookup  # in lookup.pyx
+cdef class BlendedLookup  # in lookup.pxi
 
 
 def load_blended_lookup(cls, path, *, fingerprint=None, max_bytes=None):

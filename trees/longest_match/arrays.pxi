@@ -17,16 +17,16 @@ cdef tuple views_of(OrderTable* table, int num_candidates):
     )
 
 
-cdef int32_t* _numbers(dict arrays, str name) except? NULL:
+cdef int32_t* _data_of(dict arrays, str name) except? NULL:
     return <int32_t*> cnp.PyArray_DATA(<cnp.ndarray?> arrays[name])
 
 
-cdef DraftSink sink_of(dict arrays) except *:
+cdef ShapeArrays sink_of(dict arrays) except *:
     """Of `empty_arrays`."""
-    cdef DraftSink sink
-    sink.token_ids, sink.parents = _numbers(arrays, "token_ids"), _numbers(arrays, "parents")
-    sink.depths, sink.ranks = _numbers(arrays, "depths"), _numbers(arrays, "ranks")
-    sink.slots, sink.support_ids = _numbers(arrays, "slots"), _numbers(arrays, "support_ids")
-    sink.law = <float*> _numbers(arrays, "law")
+    cdef ShapeArrays sink
+    sink.token_ids, sink.parents = _data_of(arrays, "token_ids"), _data_of(arrays, "parents")
+    sink.depths, sink.ranks = _data_of(arrays, "depths"), _data_of(arrays, "ranks")
+    sink.slots, sink.support_ids = _data_of(arrays, "slots"), _data_of(arrays, "support_ids")
+    sink.law = <float*> _data_of(arrays, "law")
     sink.num_nodes = 0
     return sink

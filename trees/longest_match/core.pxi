@@ -1,14 +1,17 @@
-# What lookup.pyx uses of the C++ headers of this folder.
+# What lookup.pxi uses of the C++ headers of this folder.
+
+cdef enum:
+    MOST_KEPT = 256  # candidates of a context
 
 cdef extern from "<mutex>" namespace "std" nogil:
     cdef cppclass mutex:
         void lock() except +
         void unlock()
 
-cdef extern from "../include/noise.h" namespace "stand" nogil:
+cdef extern from "include/noise.h" namespace "stand" nogil:
     uint64_t stream_key(uint64_t seed, uint64_t stream)
 
-cdef extern from "../include/sampling.h" namespace "stand" nogil:
+cdef extern from "include/sampling.h" namespace "stand" nogil:
     cdef cppclass Children:
         vector[int32_t] picks
         vector[float] laws
@@ -16,20 +19,7 @@ cdef extern from "../include/sampling.h" namespace "stand" nogil:
     void c_draw_children "stand::draw_children"(DraftKind kind, const float* probabilities, const double* uniforms,
                                                 int32_t size, int32_t num_children, Children& children) except +
 
-    cdef enum class DraftKind(int32_t):
-        deterministic
-
-cdef extern from "../include/window.h" namespace "stand" nogil:
-    cdef cppclass StepView:
-        const int32_t* token_ids
-        const int32_t* parents
-        const int32_t* offsets
-        int64_t num_rows
-        const int32_t* histories
-        const int32_t* history_sizes
-        int32_t history_limit
-
-cdef extern from "table.h" namespace "stand" nogil:
+cdef extern from "longest_match/table.h" namespace "stand" nogil:
     cdef cppclass Law:
         const int32_t* token_ids
         const float* probabilities
@@ -60,18 +50,18 @@ cdef extern from "table.h" namespace "stand" nogil:
     bool_t restore_table(OrderTable& table, int64_t num_contexts, const int32_t* keys, const uint32_t* counts,
                          const int32_t* top_ids, const float* top_probs) except +
 
-cdef extern from "learning.h" namespace "stand" nogil:
+cdef extern from "longest_match/learning.h" namespace "stand" nogil:
     void learn_run(Lookup& lookup, const int32_t* tokens, int64_t num_before, int64_t num_scored,
                    const int32_t* ids, const float* probs, int32_t width) except +
     void learn_nodes(Lookup& lookup, const StepView& step, const int64_t* nodes, int64_t num_nodes,
                      const int32_t* ids, const float* probs, int32_t width) except +
 
-cdef extern from "fill_shape.h" namespace "stand" nogil:
+cdef extern from "longest_match/fill_shape.h" namespace "stand" nogil:
     cdef cppclass ShapeView:
         const int32_t* parents
         int32_t num_slots
 
-    cdef cppclass DraftSink:
+    cdef cppclass ShapeArrays:
         int32_t* token_ids
         int32_t* parents
         int32_t* depths
@@ -93,4 +83,4 @@ cdef extern from "fill_shape.h" namespace "stand" nogil:
 
     bool_t shape_is_sound(const ShapeView& shape)
     void draft_rows(const Lookup& lookup, const vector[ShapeView]& shapes, const vector[DraftRequest]& requests,
-                    DraftSink& sink) except +
+                    ShapeArrays& sink) except +

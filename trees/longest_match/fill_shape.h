@@ -31,7 +31,7 @@ inline bool shape_is_sound(const ShapeView& shape) {
 }
 
 // Where the nodes of all rows go; `num_nodes` counts those written so far.
-struct DraftSink {
+struct ShapeArrays {
     int32_t* token_ids;
     int32_t* parents;
     int32_t* depths;
@@ -61,7 +61,7 @@ class ShapeFiller {
     }
 
     // Appends one row's draft to the sink.
-    void fill(const DraftRequest& request, DraftSink& sink) {
+    void fill(const DraftRequest& request, ShapeArrays& sink) {
         first_ = sink.num_nodes;
         reset();
         emit(sink, request.window[0], -1, 0, 0, 0);
@@ -106,7 +106,7 @@ class ShapeFiller {
         }
     }
 
-    static void emit(DraftSink& sink, int32_t token_id, int32_t parent, int32_t depth, int32_t rank, int32_t slot) {
+    static void emit(ShapeArrays& sink, int32_t token_id, int32_t parent, int32_t depth, int32_t rank, int32_t slot) {
         const int64_t node = sink.num_nodes++;
         sink.token_ids[node] = token_id;
         sink.parents[node] = parent;
@@ -115,7 +115,7 @@ class ShapeFiller {
         sink.slots[node] = slot;
     }
 
-    void emit_child(DraftSink& sink, const Slot& parent, int32_t rank, int32_t slot) const {
+    void emit_child(ShapeArrays& sink, const Slot& parent, int32_t rank, int32_t slot) const {
         const int64_t node = sink.num_nodes, parent_node = first_ + parent.node;
         const int32_t* support = sink.support_ids + parent_node * lookup_.num_candidates;
         const int32_t token_id = support[picks_[parent.first_pick + rank]];
@@ -125,7 +125,7 @@ class ShapeFiller {
     }
 
     // Draws the children of a node that has just been emitted.
-    void expand(const DraftRequest& request, int32_t slot_index, DraftSink& sink) {
+    void expand(const DraftRequest& request, int32_t slot_index, ShapeArrays& sink) {
         Slot& slot = slots_[slot_index];
         if (slot.num_wanted == 0) return;
         int32_t window[Lookup::MAX_ORDER];
@@ -164,7 +164,7 @@ class ShapeFiller {
 
 // Drafts all rows: shapes[b], requests[b].
 inline void draft_rows(const Lookup& lookup, const std::vector<ShapeView>& shapes,
-                       const std::vector<DraftRequest>& requests, DraftSink& sink) {
+                       const std::vector<DraftRequest>& requests, ShapeArrays& sink) {
     const std::lock_guard<std::mutex> guard(lookup.mutex);
     for (size_t row = 0; row < requests.size(); ++row) {
         ShapeFiller filler(lookup, shapes[row]);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from stand.numbered_keys import NumberedKeys
-from stand.trees.blended.lookup import MAX_SCOPE
+from stand.trees.lookups import MAX_SCOPE
 
 TEXTS = MAX_SCOPE  # the scope of texts that are no problem, such as corpora
 

@@ -1,43 +1,10 @@
-# cython: embedsignature=True, embedsignature.format=clinic
-"""The lookup tree: what followed each context, with probabilities. Drafts come from it, every step teaches it.
-
-The work is done in C++ without the interpreter's lock: table.h (what is stored), learning.h and fill_shape.h (drafts).
-This file checks arguments and owns memory.
-"""
-
-cimport numpy as cnp
-cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libcpp cimport bool as bool_t
-from libcpp.vector cimport vector
-
-import numpy as np
-
-cnp.import_array()
-
-from stand.trees.arguments import check_is_batch, checked_nodes, int64_array, tail, within
-from stand.trees.compiled import check_batch, checked_laws, tokens_of
-from stand.trees.checked_file import LookupFileError, checked_fingerprint, empty_lookup
-from stand.trees.fork_safety import lock_at_forks
-from stand.trees.longest_match.draft_arrays import (
-    MAX_ORDER, batch_of, checked_orders, empty_arrays, empty_table, shapes_per_row
-)
-from stand.trees.longest_match.file import read_lookup_tree, write_lookup_tree
-from stand.trees.noise import DRAFT, TARGET, step_keys
-from stand.trees.kinds import KIND_NUMBERS
+# STAND's lookup (arXiv 2506.04708): what followed each context, with probabilities.
+#
+# In C++: table.h (what is stored), learning.h and fill_shape.h (drafts).
 
 include "core.pxi"
-include "../include/digest.pxi"
-include "../include/windows.pxi"
 include "requests.pxi"
 include "arrays.pxi"
-
-cdef extern from "../include/compact_wrappers.h":
-    pass
-
-MAX_CANDIDATES = 256
-
-
 
 def children_of(int32_t kind, const float[::1] probabilities not None, const double[::1] uniforms not None,
                 int32_t num_children):
@@ -87,7 +54,7 @@ cdef class LookupTree:
     def __cinit__(self, *, orders=(1, 2, 3, 4), num_candidates=10, min_rate=0.1, fingerprint=b""):
         self._lookup = NULL
         self.orders = checked_orders(orders)
-        self.num_candidates = within(num_candidates, "num_candidates", 1, MAX_CANDIDATES, 10)
+        self.num_candidates = within(num_candidates, "num_candidates", 1, MOST_KEPT, 10)
         self.min_rate = within(min_rate, "min_rate", 0.0, 1.0, 0.1)
         self.fingerprint = checked_fingerprint(fingerprint)
         self._lookup = new Lookup(self.orders, self.num_candidates, self.min_rate)
@@ -256,7 +223,7 @@ cdef class LookupTree:
         for index in range(shape_views.size()):
             room += shape_views[index].num_slots
         arrays = empty_arrays(room, self.num_candidates)
-        cdef DraftSink sink = sink_of(arrays)
+        cdef ShapeArrays sink = sink_of(arrays)
         with nogil:
             draft_rows(self._lookup[0], shape_views, requests, sink)
         return batch_of(arrays, sink.num_nodes, len(histories), adapted=kind != "coupled")

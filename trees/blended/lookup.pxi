@@ -1,40 +1,12 @@
-# cython: embedsignature=True, embedsignature.format=clinic
-"""The blended lookup: every context length votes, its weight is learned, memory is bounded.
-
-The work is done in C++ without the interpreter's lock: lookup.h (what is stored), learning.h, growth.h (drafts),
-outcome.h, snapshot.h, and the headers that these include. This file checks arguments and owns memory.
-"""
-
-cimport numpy as cnp
-cimport cython
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
-from libcpp cimport bool as bool_t
-from libcpp.vector cimport vector
-
-import numpy as np
-
-cnp.import_array()
-
-from stand.trees.arguments import (
-    check_is_batch, checked_nodes, real, tail, vector as int32_vector, whole, within,
-)
-from stand.trees.compiled import check_batch, checked_estimates, checked_laws, tokens_of
-from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
-from stand.trees.blended.heads import laws_of_heads
-from stand.trees.checked_file import LookupFileError, checked_fingerprint, empty_lookup
-from stand.trees.draft import DraftBatch
-from stand.trees.fork_safety import lock_at_forks
-from stand.trees.noise import DRAFT, step_keys
-from stand.trees.kinds import KIND_NUMBERS, KINDS
+# The blended lookup: every context length votes, its weight is learned, memory is bounded.
+#
+# In C++: lookup.h (what is stored), learning.h, growth.h (drafts), outcome.h, snapshot.h, and what these include.
 
 # Globals of C. Under the stable ABI a name of the module is looked up in a dict at each use.
 cdef object C_DRAFT_BATCH = DraftBatch, C_KINDS = KINDS
 cdef dict C_KIND_NUMBERS = KIND_NUMBERS
 
 include "core.pxi"
-include "../include/digest.pxi"
-include "../include/windows.pxi"
 include "batch.pxi"
 include "masks.pxi"
 include "outside.pxi"
@@ -42,15 +14,11 @@ include "requests.pxi"
 include "snapshot.pxi"
 include "text_rows.pxi"
 
-cdef extern from "../include/compact_wrappers.h":
-    pass
-
 MAX_DEPTH = C_MAX_DEPTH
 # True where AVX-512 is used: by processor, unless the environment has STAND_PORTABLE. Drafts are the same to the bit.
 HAS_WIDE_VECTORS = has_wide_vectors()
 MAX_SCOPE = LAST_SCOPE
 DEFAULT_MAX_BYTES = 256 << 20
-MAX_CANDIDATES = 64
 
 
 cdef class BlendedLookup:
@@ -100,7 +68,7 @@ cdef class BlendedLookup:
         if self.fade == 0.0:
             raise ValueError("fade must be above 0, got 0; 0.95 is usual")
         self.rate = within(rate, "rate", 0.0, 0.5, 0.05)
-        self.num_candidates = within(num_candidates, "num_candidates", 1, MAX_CANDIDATES, 10)
+        self.num_candidates = within(num_candidates, "num_candidates", 1, MOST_BLENDED, 10)
         self.fingerprint = checked_fingerprint(fingerprint)
         self._lookup = new CLookup(lookup_settings(self.depth, self.max_bytes, self.fade, self.rate))
         self._growth = new Growth()
@@ -324,7 +292,7 @@ cdef class BlendedLookup:
         try:
             with nogil:
                 growth.grow(self._lookup[0], requests, settings)
-            return batch_of(growth[0])
+            return grown_batch(growth[0])
         finally:
             other, self._growth = self._growth, growth
             del other

@@ -25,7 +25,7 @@ from stand.drafters.blended import BlendedDrafter
 from stand.plugins.open_runs import ClosedError
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.plugins.server.answers import Answers, OneManager
-from stand.plugins.server.handlers import ChatHandler, TextHandler
+from stand.plugins.server.handlers import ChatHandler, TextHandler, error_told
 from stand.plugins.server.responses import ResponseHandler
 from stand.seeds import checked_seed
 from stand.trees import BlendedLookup
@@ -181,8 +181,7 @@ async def _pass_on(request: Request, error: HTTPException) -> JSONResponse:
 
 def _error(status: int, message: str) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": told}, status_code=status)
+    return JSONResponse({"error": error_told(kind, message)}, status_code=status)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ ANY_OBJECT = '{"type": "object"}'
 @dataclass(frozen=True, slots=True)
 class Asked:
     """count: answers. logprobs: likeliest tokens per place, None for none. of_laws: what takes logits processors.
+    is_usage_apart: whether a stream tells its usage in an event of its own.
 
     A seed is taken, and follows no further: which rows are decoded together depends on time, so it could repeat no
     answer. What could is told with every answer, see `stand.plugins.server.handlers`."""
@@ -56,6 +57,7 @@ class Asked:
     count: int = 1
     logprobs: int | None = None
     of_laws: AskedOfLaws = AskedOfLaws()
+    is_usage_apart: bool = False
 
     @classmethod
     def of(cls, body: Body) -> Asked:
@@ -69,12 +71,11 @@ class Asked:
             logprobs = of_top if given else None
         else:
             logprobs = _whole(body, "logprobs", most=MOST_LOGPROBS)
-        if body.get("stream") and (count > 1 or logprobs is not None):
+        if body.get("stream") and logprobs is not None:
             raise ValueError(
-                f"a streamed answer must be one, without log-probabilities, got n={count} and logprobs={given!r}; "
-                "leave stream out"
+                f"a streamed answer must be without log-probabilities, got logprobs={given!r}; leave stream out"
             )
-        return cls(count, logprobs, _of_laws(body))
+        return cls(count, logprobs, _of_laws(body), is_usage_apart=_is_usage_apart(body))
 
 
 def check_fields(body: Body, served: Collection[str]) -> None:
@@ -200,6 +201,13 @@ def _of_laws(body: Body) -> AskedOfLaws:
         frequency=_penalty(body, "frequency_penalty"),
         thinking_tokens=None if budget is None else _whole(body, "thinking_token_budget"),
     )
+
+
+def _is_usage_apart(body: Body) -> bool:
+    options = body.get("stream_options") or {}
+    is_told = isinstance(options, dict) and options.get("include_usage") in (None, True, False)
+    _check(is_told, "stream_options", "an object, its include_usage true or false", options)
+    return bool(options.get("include_usage"))
 
 
 def _penalty(body: Body, name: str) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from inspect import isawaitable, signature
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -18,7 +20,7 @@ from transformers.cli.serving.utils import BaseHandler, Modality, build_response
 from stand.plugins.logprob_places import bytes_of, places_of, texts_of
 from stand.plugins.server.answers import ASKED, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
-from stand.plugins.server.streams import Begun, before_stop, stop_strings
+from stand.plugins.server.streams import Begun, before_stop, merged, stop_strings
 from stand.plugins.server.unread import NO_TEMPLATE, tell_unread, without_template
 from stand.scheduling.request import Trajectory
 
@@ -102,11 +104,26 @@ class Checked:
 
     async def _streaming(self, *told: object, **beside: object) -> StreamingResponse:
         """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
-        asked = signature(super()._streaming).bind(*told, **beside).arguments
-        asked["gen_manager"] = Begun(await asked["gen_manager"].begun(asked["inputs"], asked["gen_config"]))
-        response = super()._streaming(**asked)
-        response.body_iterator = self._events(response.body_iterator, asked["gen_config"])
-        return response
+        return await self._streamed([signature(super()._streaming).bind(*told, **beside).arguments])
+
+    async def _streamed(self, of_prompts: Sequence[Body]) -> StreamingResponse:
+        """All answers in one stream. of_prompts: arguments of transformers' handler."""
+        manager, begun, streams = of_prompts[0]["gen_manager"], [], []
+        try:
+            for asked in of_prompts:
+                begun.append(await manager.begun(asked["inputs"], asked["gen_config"]))
+            await manager.wait([firsts[0] for firsts in begun])
+            for place, stream in enumerate(chain.from_iterable(begun)):
+                asked = of_prompts[place // len(begun[0])]
+                one, config = Begun(stream, place), copy.copy(asked["gen_config"])
+                response = super()._streaming(**asked | {"gen_manager": one, "gen_config": config})
+                streams.append((one, response.body_iterator))
+        except BaseException:
+            for stream in chain.from_iterable(begun):
+                stream.future.cancel()
+            raise
+        events = self._events([one for one, _ in streams], merged(streams), getattr(asked["gen_config"], ASKED))
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def _non_streaming(self, *told: object, **beside: object) -> JSONResponse:
         asked = signature(super()._non_streaming).bind(*told, **beside).arguments
@@ -132,17 +149,33 @@ class Checked:
         for choice, answer in zip(choices, answers, strict=True):
             if answer.logprobs is not None:
                 choice["logprobs"] = self._logprobs(answer, text_of)
-        num_prompt, num_new = answers[0].num_prompt_tokens, sum(len(one.token_ids) for one in answers)
-        usage = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-            "completion_tokens_details": worth_of_drafts(answers),
-        }
+        usage = usage_of(answers, len(answers))
         return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers_of(answers)}
 
-    def _events(self, events: AsyncIterator[str], config: GenerationConfig) -> AsyncIterator[str]:
-        return _with_end(events)
+    async def _events(
+        self, begun: list[Begun], events: AsyncIterator[tuple[Begun, Body]], asked: Asked
+    ) -> AsyncIterator[str]:
+        """As OpenAI has them. The last one of an answer tells its numbers, the very last one the usage of all."""
+        num_left = len(begun)
+        async with aclosing(events):
+            async for one, event in events:
+                beside: list[Body] = []
+                if "error" in event:
+                    event = {"error": error_told("server_error", event["error"])}
+                for choice in event.get("choices", []):
+                    choice["index"] = one.index
+                    if choice.get("finish_reason") is not None:
+                        num_left -= 1
+                        usage = None if num_left else usage_of([each.answer for each in begun], asked.count)
+                        event |= {"usage": usage, "system_fingerprint": numbers_of([one.answer])}
+                        if asked.is_usage_apart and not num_left:
+                            event["usage"] = None
+                            beside = [{**event, "choices": [], "usage": usage}]
+                for told in (event, *beside):
+                    yield f"data: {json.dumps(told)}\n\n"
+                if "error" in event:
+                    break
+        yield "data: [DONE]\n\n"
 
 
 class ChatHandler(Checked, ChatCompletionHandler):
@@ -187,10 +220,11 @@ class TextHandler(Checked, CompletionHandler):
         prompts = _prompts(body.get("prompt"))
         if len(prompts) == 1 and isinstance(prompts[0], str):
             return await super().handle_request({**body, "prompt": prompts[0]}, request_id)
-        if body.get("stream"):
-            raise ValueError(f"a streamed answer must be of one text, got {len(prompts)} prompts; leave stream out")
         self._validate_request({**body, "prompt": ""})
-        tasks = [asyncio.create_task(self._answered({**body}, prompt, request_id)) for prompt in prompts]
+        asked = [self._asked({**body}, prompt, request_id) for prompt in prompts]
+        if body.get("stream"):
+            return await self._streamed(asked)
+        tasks = [asyncio.create_task(self._non_streaming(**each)) for each in asked]
         try:
             made = [json.loads(response.body) for response in await asyncio.gather(*tasks)]
         finally:
@@ -198,13 +232,16 @@ class TextHandler(Checked, CompletionHandler):
                 task.cancel()  # where one of them has failed, or nobody waits any more
         return JSONResponse(_of_prompts(made))
 
-    async def _answered(self, body: Body, prompt: str | list[int], request_id: str) -> JSONResponse:
+    def _asked(self, body: Body, prompt: str | list[int], request_id: str) -> Body:
+        """Arguments of transformers' handler."""
         model_id, model, processor = self._resolve_model(body)
         tokenizer = getattr(processor, "tokenizer", processor)
-        inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _ids(prompt)
-        config = self._build_generation_config(body, model.generation_config)
-        manager = self.generation_state.get_manager(model_id)
-        return await self._non_streaming(request_id, model, processor, model_id, inputs, config, manager)
+        return {
+            "request_id": request_id, "model": model, "processor": processor, "model_id": model_id,
+            "inputs": tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _ids(prompt),
+            "gen_config": self._build_generation_config(body, model.generation_config),
+            "gen_manager": self.generation_state.get_manager(model_id),
+        }  # fmt: skip
 
     @staticmethod
     def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
@@ -216,6 +253,23 @@ class TextHandler(Checked, CompletionHandler):
             "top_logprobs": [{text: max(value, LEAST) for text, value in others} for _, *others in places],
             "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
         }
+
+
+def usage_of(answers: Sequence[Trajectory], count: int) -> Body:
+    """count: answers of each prompt."""
+    num_prompt = sum(one.num_prompt_tokens for one in answers[::count])
+    num_new = sum(len(one.token_ids) for one in answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "completion_tokens_details": worth_of_drafts(answers),
+    }
+
+
+def error_told(kind: str, message: str) -> Body:
+    """As OpenAI's clients read it."""
+    return {"message": message, "type": kind, "param": None, "code": None}
 
 
 def worth_of_drafts(answers: list[Trajectory]) -> dict[str, int]:
@@ -241,13 +295,6 @@ def _of_prompts(made: list[Body]) -> Body:
 
 def _entry(text: str, value: float) -> Body:
     return {"token": text, "logprob": max(value, LEAST), "bytes": bytes_of(text)}
-
-
-async def _with_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """As OpenAI ends a stream, which transformers does not."""
-    async for event in events:
-        yield event
-    yield "data: [DONE]\n\n"
 
 
 def _prompts(given: object) -> list[str | list[int]]:

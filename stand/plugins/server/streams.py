@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -14,6 +14,10 @@ from transformers.cli.serving.utils import DirectStreamer, _StreamError
 
 from stand.plugins.server.unread import ForgivingParser
 from stand.scheduling.request import Trajectory
+
+Event = dict[str, object]
+
+ENDING = "the server must not be ending, got a request then; ask again later"
 
 
 class TokenStream:
@@ -28,6 +32,11 @@ class TokenStream:
         self._end: Callable[[Future], None] | None = None
         self._ended: Future | None = None
         self.begun: asyncio.Future = loop.create_future()  # done with the first tokens; what came instead is raised
+        self.begun.add_done_callback(lambda done: done.cancelled() or done.exception())  # few are awaited
+
+    def follow(self, future: Future) -> None:
+        self.future = future
+        future.add_done_callback(self.end)
 
     def add(self, row: int, token_ids: list[int]) -> None:
         """Raises what showing them raises."""
@@ -65,10 +74,20 @@ class TokenStream:
 
 
 class Begun:
-    """In the place of a manager: an answer that is coming."""
+    """In the place of a manager: an answer that is coming, one of those that a request has."""
 
-    def __init__(self, stream: TokenStream):
+    def __init__(self, stream: TokenStream, index: int = 0):
+        self.index = index
         self._stream = stream
+
+    @property
+    def answer(self) -> Trajectory:
+        """Once its last event has come."""
+        (answer,) = self._stream.future.result()
+        return answer
+
+    def cancel(self) -> None:
+        self._stream.future.cancel()
 
     def generate_streaming(
         self,
@@ -91,10 +110,9 @@ class Begun:
         streamer.put(inputs["input_ids"])  # the prompt, which it leaves out
 
         def end(future: Future[list[Trajectory]]) -> None:
-            failure = None if future.cancelled() else future.exception()
+            failure = ENDING if future.cancelled() else future.exception()
             if failure is None:
-                if not future.cancelled():
-                    set_limit(gen_config, future.result()[0])
+                set_limit(gen_config, future.result()[0])
                 streamer.end()
             else:
                 told = json.dumps(str(failure))[1:-1]  # transformers puts it between quotes
@@ -134,6 +152,27 @@ class _Streamer(DirectStreamer):
                 super()._enqueue(shown[: len(shown) - count])
 
 
+async def merged(streams: Sequence[tuple[Begun, AsyncIterator[str]]]) -> AsyncIterator[tuple[Begun, Event]]:
+    """The events of several answers as they come. Whoever leaves ends all that have not ended."""
+    queue: asyncio.Queue[tuple[Begun, Event] | None] = asyncio.Queue()
+
+    async def pass_on(begun: Begun, events: AsyncIterator[str]) -> None:
+        async for several in events:
+            for event in several.split("\n\n")[:-1]:
+                queue.put_nowait((begun, json.loads(event.removeprefix("data: "))))
+
+    passing = asyncio.gather(*(pass_on(*stream) for stream in streams))
+    passing.add_done_callback(lambda done: queue.put_nowait(None))
+    try:
+        while (told := await queue.get()) is not None:
+            yield told
+        await passing
+    finally:
+        passing.cancel()
+        for begun, _ in streams:
+            begun.cancel()
+
+
 def stop_strings(config: GenerationConfig) -> list[str]:
     given = config.stop_strings or []
     return [given] if isinstance(given, str) else list(given)
@@ -153,4 +192,8 @@ def _num_held(text: str, stops: Sequence[str]) -> int:
 
 def set_limit(config: GenerationConfig, answer: Trajectory) -> None:
     """Where transformers' handlers look whether an answer has met its limit."""
-    config.max_new_tokens = len(answer.token_ids) if answer.finish_reason in ("length", "time") else None
+    config.max_new_tokens = len(answer.token_ids) if is_cut_off(answer) else None
+
+
+def is_cut_off(answer: Trajectory) -> bool:
+    return answer.finish_reason in ("length", "time")

@@ -244,7 +244,6 @@ REFUSED = [
     ({"tool_choice": "required"}, "tool_choice must be left out"),
     ({"reasoning_effort": "low"}, "reasoning_effort must be left out"),
     ({"extra_body": {"guided_json": {}}}, "guided_json must be left out"),
-    ({"logprobs": True, "stream": True}, "a streamed answer must be without"),
     ({"stream_options": {"include_usage": "yes"}}, "stream_options must be an object"),
     ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
     ({"n": 0}, "n must be an integer in \\[1, 1024\\], got 0"),

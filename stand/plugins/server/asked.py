@@ -14,8 +14,8 @@ Body = Mapping[str, object]
 
 ADDED = ("top_k", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, by the names that vLLM takes
 SERVED = frozenset({
-    "model", "temperature", "top_p", "max_tokens", "stop", "seed", "stream", "n", "logprobs", "logit_bias",
-    "generation_config", "frequency_penalty", "presence_penalty", "thinking_token_budget", *ADDED,
+    "model", "temperature", "top_p", "max_tokens", "stop", "seed", "stream", "stream_options", "n", "logprobs",
+    "logit_bias", "generation_config", "frequency_penalty", "presence_penalty", "thinking_token_budget", *ADDED,
 })  # fmt: skip
 OF_CHATS = SERVED | {
     "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "chat_template_kwargs",
@@ -26,7 +26,7 @@ OF_RESPONSES = SERVED - {"max_tokens", "stop", "n", "logprobs"} | {
 }  # fmt: skip
 OF_THE_CLIENT = frozenset({  # no answer depends on them
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-    "stream_options", "user",
+    "user",
 })  # fmt: skip
 NEUTRAL = {  # values by which a field asks for nothing
     "background": (False,), "best_of": (1,), "echo": (False,), "function_call": ("auto",), "functions": ([],),
@@ -71,10 +71,6 @@ class Asked:
             logprobs = of_top if given else None
         else:
             logprobs = _whole(body, "logprobs", most=MOST_LOGPROBS)
-        if body.get("stream") and logprobs is not None:
-            raise ValueError(
-                f"a streamed answer must be without log-probabilities, got logprobs={given!r}; leave stream out"
-            )
         return cls(count, logprobs, _of_laws(body), is_usage_apart=_is_usage_apart(body))
 
 

@@ -17,7 +17,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler, Modality, build_response_parser
 
-from stand.plugins.logprob_places import bytes_of, places_of, texts_of
+from stand.plugins.logprob_places import Place, bytes_of, places_of, texts_of
 from stand.plugins.server.answers import ASKED, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
 from stand.plugins.server.streams import Begun, before_stop, merged, stop_strings
@@ -122,7 +122,8 @@ class Checked:
             for stream in chain.from_iterable(begun):
                 stream.future.cancel()
             raise
-        events = self._events([one for one, _ in streams], merged(streams), getattr(asked["gen_config"], ASKED))
+        asked, text_of = getattr(asked["gen_config"], ASKED), _text_of(asked["processor"])
+        events = self._events([one for one, _ in streams], merged(streams), asked, text_of)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _non_streaming(self, *told: object, **beside: object) -> JSONResponse:
@@ -140,20 +141,23 @@ class Checked:
                 plain = {"model": NO_TEMPLATE, "processor": without_template(processor)}
                 response = await super()._non_streaming(**asked | plain)
             made.append(self._cut(json.loads(response.body), answer, stop_strings(config)))
-        tokenizer = getattr(processor, "tokenizer", processor)
-        return JSONResponse(self._joined(made, answers, texts_of(tokenizer)))
+        return JSONResponse(self._joined(made, answers, _text_of(processor)))
 
     def _joined(self, made: list[Body], answers: list[Trajectory], text_of: Callable[[int], str]) -> Body:
         """The answers of one prompt in one body. What drafts were worth is where OpenAI tells it of its predictions."""
         choices = [{**body["choices"][0], "index": place} for place, body in enumerate(made)]
         for choice, answer in zip(choices, answers, strict=True):
             if answer.logprobs is not None:
-                choice["logprobs"] = self._logprobs(answer, text_of)
+                choice["logprobs"] = self._logprobs(places_of(answer.token_ids, answer.logprobs, text_of))
         usage = usage_of(answers, len(answers))
         return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers_of(answers)}
 
     async def _events(
-        self, begun: list[Begun], events: AsyncIterator[tuple[Begun, Body]], asked: Asked
+        self,
+        begun: list[Begun],
+        events: AsyncIterator[tuple[Begun, Body]],
+        asked: Asked,
+        text_of: Callable[[int], str],
     ) -> AsyncIterator[str]:
         """As OpenAI has them. The last one of an answer tells its numbers, the very last one the usage of all."""
         num_left = len(begun)
@@ -163,8 +167,11 @@ class Checked:
                 if "error" in event:
                     event = {"error": error_told("server_error", event["error"])}
                 for choice in event.get("choices", []):
-                    choice["index"] = one.index
-                    if choice.get("finish_reason") is not None:
+                    choice["index"], is_last = one.index, choice.get("finish_reason") is not None
+                    if places := one.taken(text_of, is_first="role" in choice.get("delta", {}), is_last=is_last):
+                        choice["logprobs"] = self._logprobs(places, one.num_characters)
+                        one.num_characters += sum(len(own[0]) for own, *_ in places)
+                    if is_last:
                         num_left -= 1
                         usage = None if num_left else usage_of([each.answer for each in begun], asked.count)
                         event |= {"usage": usage, "system_fingerprint": numbers_of([one.answer])}
@@ -196,11 +203,10 @@ class ChatHandler(Checked, ChatCompletionHandler):
         return made
 
     @staticmethod
-    def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
+    def _logprobs(places: list[Place], offset: int = 0) -> Body:
         return {
             "content": [
-                {**_entry(*own), "top_logprobs": [_entry(*other) for other in others]}
-                for own, *others in places_of(answer, text_of)
+                {**_entry(*own), "top_logprobs": [_entry(*other) for other in others]} for own, *others in places
             ]
         }
 
@@ -244,14 +250,14 @@ class TextHandler(Checked, CompletionHandler):
         }  # fmt: skip
 
     @staticmethod
-    def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
-        places = places_of(answer, text_of)
+    def _logprobs(places: list[Place], offset: int = 0) -> Body:
+        """offset: characters of tokens before."""
         texts = [own[0] for own, *_ in places]
         return {
             "tokens": texts,
             "token_logprobs": [max(own[1], LEAST) for own, *_ in places],
             "top_logprobs": [{text: max(value, LEAST) for text, value in others} for _, *others in places],
-            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
         }
 
 
@@ -291,6 +297,10 @@ def _of_prompts(made: list[Body]) -> Body:
     numbers = "; ".join(body["system_fingerprint"] for body in made)
     choices = [{**one, "index": place} for place, one in enumerate(choices)]
     return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers}
+
+
+def _text_of(processor: object) -> Callable[[int], str]:
+    return texts_of(getattr(processor, "tokenizer", processor))
 
 
 def _entry(text: str, value: float) -> Body:

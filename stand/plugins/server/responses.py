@@ -76,7 +76,7 @@ class ResponseHandler(Checked, library.ResponseHandler):
         return messages if body.get("instructions") else messages[1:]
 
     async def _events(
-        self, begun: list[Begun], events: AsyncIterator[tuple[Begun, Body]], asked: Asked
+        self, begun: list[Begun], events: AsyncIterator[tuple[Begun, Body]], *beside: object
     ) -> AsyncIterator[str]:
         mended = _MendedEvents()
         async with aclosing(events):

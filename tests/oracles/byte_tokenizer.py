@@ -5,12 +5,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: letters, and the bytes of a character that takes three."""
+def byte_tokenizer(others: str = "") -> PreTrainedTokenizerFast:
+    """One token per byte: letters, and the bytes of a character that takes three. others: characters of one byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()][: VOCABULARY_SIZE - 4]
-    euro = [byte for byte, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("€")]
-    vocabulary = {letter: place for place, letter in enumerate([*letters, *euro[0], "<end>"])}
+    letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()]
+    beside = "".join(
+        byte for byte, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(f"€{others}")
+    )
+    letters = letters[: VOCABULARY_SIZE - 1 - len(beside)]
+    vocabulary = {letter: place for place, letter in enumerate([*letters, *beside, "<end>"])}
     core = Tokenizer(models.BPE(vocabulary, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

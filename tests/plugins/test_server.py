@@ -241,7 +241,7 @@ REFUSED = [
     ({"extra_body": {"presence_penalty": False}}, r"presence_penalty must be a number in \[-2, 2\], got False"),
     ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget must be an integer >= 0, got -1"),
     ({"extra_body": {"thinking_token_budget": 9}}, "a thinking budget needs to know how thoughts end, got 9 tokens"),
-    ({"tool_choice": "required"}, "tool_choice must be left out"),
+    ({"tool_choice": "required"}, "tool_choice must be auto, none, required, or a function that is among the tools"),
     ({"reasoning_effort": "low"}, "reasoning_effort must be left out"),
     ({"extra_body": {"guided_json": {}}}, "guided_json must be left out"),
     ({"stream_options": {"include_usage": "yes"}}, "stream_options must be an object"),

@@ -113,9 +113,9 @@ class Answers:
         try:
             return self._processors.made(of_laws)
         except (ImportError, RuntimeError) as error:
-            raise ValueError(
-                f"response_format must be a schema that xgrammar compiles here, got {of_laws.schema:.80}; {error}"
-            ) from error
+            name = "response_format" if of_laws.calls is None else "parameters of tools"
+            got = of_laws.schema or of_laws.calls
+            raise ValueError(f"{name} must be a schema that xgrammar compiles here, got {got:.80}; {error}") from error
 
 
 class Ready:

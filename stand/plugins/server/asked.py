@@ -18,11 +18,12 @@ SERVED = frozenset({
     "logit_bias", "generation_config", "frequency_penalty", "presence_penalty", "thinking_token_budget", *ADDED,
 })  # fmt: skip
 OF_CHATS = SERVED | {
-    "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "chat_template_kwargs",
+    "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
+    "chat_template_kwargs",
 }  # fmt: skip
 OF_TEXTS = SERVED | {"prompt"}
 OF_RESPONSES = SERVED - {"max_tokens", "stop", "n", "logprobs"} | {
-    "input", "instructions", "max_output_tokens", "text", "tools", "chat_template_kwargs",
+    "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "chat_template_kwargs",
 }  # fmt: skip
 OF_THE_CLIENT = frozenset({  # no answer depends on them
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",

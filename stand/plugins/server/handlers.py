@@ -7,6 +7,7 @@ import copy
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from inspect import isawaitable, signature
 from itertools import accumulate, chain
 
@@ -20,6 +21,7 @@ from transformers.cli.serving.utils import BaseHandler, Modality, build_response
 from stand.plugins.logprob_places import Place, bytes_of, places_of, texts_of
 from stand.plugins.server.answers import ASKED, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
+from stand.plugins.server.calls import form_of_calls, must_call
 from stand.plugins.server.streams import Begun, before_stop, merged, stop_strings
 from stand.plugins.server.unread import NO_TEMPLATE, tell_unread, without_template
 from stand.scheduling.request import Trajectory
@@ -71,8 +73,21 @@ class Checked:
             config.max_new_tokens = limit  # None: as many as the context holds
         if body.get("logit_bias"):
             config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-        setattr(config, ASKED, Asked.of(body))
+        setattr(config, ASKED, self._with_calls(Asked.of(body), body))
         return config
+
+    def _with_calls(self, asked: Asked, body: Body) -> Asked:
+        """With the form of an answer that must call a tool."""
+        functions = must_call(body)
+        if not functions:
+            return asked
+        if asked.of_laws.schema is not None:
+            raise ValueError(
+                f"tool_choice must be auto beside a response_format, got {body['tool_choice']!r:.80}; leave one out"
+            )
+        _, model, processor = self._resolve_model({"model": body.get("model")})
+        calls = form_of_calls(processor, model, functions, is_one=body["tool_choice"] != "required")
+        return replace(asked, of_laws=replace(asked.of_laws, calls=calls))
 
     async def handle_request(self, body: Body, request_id: str) -> object:
         given = {name: value for name, value in body.items() if name != "tools" or body.get("tool_choice") != "none"}

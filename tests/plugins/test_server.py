@@ -219,6 +219,25 @@ def test_requests_that_wait_for_a_run_hold_up_no_others(letters):
         assert done == ["short"] and not any(one.done() for one in waiting)
 
 
+def test_a_prompt_that_is_still_read_holds_up_nobody(letters, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    read = letters.tokenizer.apply_chat_template
+
+    def read_slowly(*given, **named):
+        begun.set()
+        assert may_end.wait(60)
+        return read(*given, **named)
+
+    monkeypatch.setattr(letters.tokenizer, "apply_chat_template", read_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            waiting = pool.submit(letters.chat, "ABC", max_tokens=2)
+            assert begun.wait(60) and letters.client.with_options(timeout=10).models.list().data
+        finally:
+            may_end.set()
+    assert waiting.result().choices
+
+
 def test_clients_are_decoded_together(letters):
     settings = {"max_tokens": 40, "temperature": 0, "extra_body": {"generation_config": '{"eos_token_id": []}'}}
     engine, prompts = letters.answers.engine, ["ABC", "BCD", "CDE", "DEF"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -43,6 +43,7 @@ class Answers:
         thoughts_end: as `RequestProcessors`. Raises ValueError where they are no texts of the tokenizer."""
         self.engine, self._draft, self._is_stopped = engine, draft, False
         self._threads = ThreadPoolExecutor(MOST_SUBMITTING)
+        self._reading = ThreadPoolExecutor(1)  # as nobody promises that tokenizers and processors take several
         self._runs = OpenRuns(engine, num_rows=num_rows, seed=seed)
         self._processors = RequestProcessors(engine, thoughts_begin=thoughts_begin, thoughts_end=thoughts_end)
 
@@ -65,6 +66,10 @@ class Answers:
         (prompt,) = inputs["input_ids"]
         of_laws = self._processors.arguments(prompt, asked.of_laws, made=self._made)
         return [self._runs.submit(inputs, settings, **of_laws, on_tokens=each) for each in told or [None]]
+
+    async def read(self, read: Callable[[], Awaited]) -> Awaited:
+        """What tokenizes, or loads images, in a thread: it takes a second, in which others are to be answered."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, read)
 
     async def answers(self, inputs: Mapping[str, object], config: GenerationConfig) -> list[Trajectory]:
         """All of a request. Whoever is cancelled meanwhile ends them. Raises ClosedError where the server ends."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from inspect import isawaitable, signature
+from functools import partial
+from inspect import signature
 from itertools import accumulate, chain
 
 import torch
@@ -19,7 +20,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler, Modality, build_response_parser
 
 from stand.plugins.logprob_places import Place, bytes_of, places_of, texts_of
-from stand.plugins.server.answers import ASKED, Ready
+from stand.plugins.server.answers import ASKED, Answers, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
 from stand.plugins.server.calls import form_of_calls, must_call
 from stand.plugins.server.streams import Begun, before_stop, merged, stop_strings
@@ -92,8 +93,9 @@ class Checked:
     async def handle_request(self, body: Body, request_id: str) -> object:
         given = {name: value for name, value in body.items() if name != "tools" or body.get("tool_choice") != "none"}
         try:
-            response = await super().handle_request(given, request_id)
-            return await response if isawaitable(response) else response  # a stream, see below
+            reading = super().handle_request(given, request_id)
+            answer = await self._manager.read(partial(_returned, reading))
+            return await answer()
         except TypeError as error:  # of values that are only looked at where they are used
             free = [name for name in ("generation_config", "chat_template_kwargs") if body.get(name)]
             if not free:
@@ -117,17 +119,21 @@ class Checked:
                 one["reasoning_content"] = given["reasoning_content"]
         return made
 
-    async def _streaming(self, *told: object, **beside: object) -> StreamingResponse:
-        """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
-        return await self._streamed([signature(super()._streaming).bind(*told, **beside).arguments])
+    @property
+    def _manager(self) -> Answers:
+        return self.generation_state.get_manager(self.model_manager.force_model)
+
+    def _streaming(self, *told: object, **beside: object) -> Callable[[], Awaitable[StreamingResponse]]:
+        """Transformers returns what this gives, so a request that is refused gets a status."""
+        return partial(self._streamed, [signature(super()._streaming).bind(*told, **beside).arguments])
 
     async def _streamed(self, of_prompts: Sequence[Body]) -> StreamingResponse:
         """All answers in one stream. of_prompts: arguments of transformers' handler."""
-        manager, begun, streams = of_prompts[0]["gen_manager"], [], []
+        begun, streams = [], []
         try:
             for asked in of_prompts:
-                begun.append(await manager.begun(asked["inputs"], asked["gen_config"]))
-            await manager.wait([firsts[0] for firsts in begun])
+                begun.append(await self._manager.begun(asked["inputs"], asked["gen_config"]))
+            await self._manager.wait([firsts[0] for firsts in begun])
             for place, stream in enumerate(chain.from_iterable(begun)):
                 asked = of_prompts[place // len(begun[0])]
                 one, config = Begun(stream, place), copy.copy(asked["gen_config"])
@@ -141,10 +147,13 @@ class Checked:
         events = self._events([one for one, _ in streams], merged(streams), asked, text_of)
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _non_streaming(self, *told: object, **beside: object) -> JSONResponse:
-        asked = signature(super()._non_streaming).bind(*told, **beside).arguments
+    async def _non_streaming(self, *told: object, **beside: object) -> Callable[[], Awaitable[JSONResponse]]:
+        """What transformers' handler of the request returns."""
+        return partial(self._whole, signature(super()._non_streaming).bind(*told, **beside).arguments)
+
+    async def _whole(self, asked: Body) -> JSONResponse:
         inputs, config, processor = asked["inputs"], asked["gen_config"], asked["processor"]
-        answers = await asked["gen_manager"].answers(inputs, config)
+        answers = await self._manager.answers(inputs, config)
         made: list[Body] = []
         for answer in answers:
             asked["gen_manager"] = Ready(answer)
@@ -242,10 +251,10 @@ class TextHandler(Checked, CompletionHandler):
         if len(prompts) == 1 and isinstance(prompts[0], str):
             return await super().handle_request({**body, "prompt": prompts[0]}, request_id)
         self._validate_request({**body, "prompt": ""})
-        asked = [self._asked({**body}, prompt, request_id) for prompt in prompts]
+        asked = await self._manager.read(lambda: [self._asked({**body}, prompt, request_id) for prompt in prompts])
         if body.get("stream"):
             return await self._streamed(asked)
-        tasks = [asyncio.create_task(self._non_streaming(**each)) for each in asked]
+        tasks = [asyncio.create_task(self._whole(each)) for each in asked]
         try:
             made = [json.loads(response.body) for response in await asyncio.gather(*tasks)]
         finally:
@@ -261,7 +270,7 @@ class TextHandler(Checked, CompletionHandler):
             "request_id": request_id, "model": model, "processor": processor, "model_id": model_id,
             "inputs": tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _ids(prompt),
             "gen_config": self._build_generation_config(body, model.generation_config),
-            "gen_manager": self.generation_state.get_manager(model_id),
+            "gen_manager": self._manager,
         }  # fmt: skip
 
     @staticmethod
@@ -274,6 +283,15 @@ class TextHandler(Checked, CompletionHandler):
             "top_logprobs": [{text: max(value, LEAST) for text, value in others} for _, *others in places],
             "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
         }
+
+
+def _returned(reading: Coroutine[None, None, object]) -> object:
+    """By a coroutine that waits for nothing."""
+    try:
+        reading.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("transformers' handler waits for something before it decodes")
 
 
 def usage_of(answers: Sequence[Trajectory], count: int) -> Body:

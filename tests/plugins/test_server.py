@@ -310,6 +310,40 @@ def test_what_cannot_be_honoured_is_refused(letters, settings, message):
     assert raised.value.body["type"] == "invalid_request_error"
 
 
+KNOWS = "{%- for one in messages %}{% if one.role in ('system', 'user') %}{{ one.content }}{% endif %}{% endfor %}"
+FIRST = "{%- for one in messages %}{% if one.role == 'user' or loop.first %}{{ one.content }}{% endif %}{% endfor %}"
+REFUSES = "{%- for one in messages %}{% if one.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+REFUSES += "{{ one.content }}{% endfor %}"
+SHOUTS = "{%- for one in messages %}{{ one.content | trim | upper }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "message"),
+    [
+        (KNOWS, ["system", "user", "assistant", "user"], None),
+        (KNOWS, ["developer", "user"], "got one of role 'developer' that it leaves out"),
+        (FIRST, ["system", "user"], None),
+        (FIRST, ["user", "system", "user"], "got one of role 'system' that it leaves out"),
+        (REFUSES, ["system", "user"], "no system here"),
+        (SHOUTS, ["system", "user"], None),
+    ],
+)
+def test_messages_that_the_template_leaves_out_are_refused(letters, monkeypatch, template, roles, message):
+    """Of answers it may leave out parts, and of contents it may change letters."""
+    monkeypatch.setattr(letters.tokenizer, "chat_template", template)
+    asked = {"model": letters.name, "max_tokens": 2}
+    for content in ("ABC", [{"type": "text", "text": "ABC"}]):
+        messages = [{"role": role, "content": content} for role in roles]
+        if message is None:
+            assert letters.client.chat.completions.create(messages=messages, **asked).choices
+        else:
+            with pytest.raises(openai.BadRequestError, match=message):
+                letters.client.chat.completions.create(messages=messages, **asked)
+    empty = [{"role": "developer", "content": ""}, {"role": "user", "content": "ABC"}]
+    if template == KNOWS:
+        assert letters.client.chat.completions.create(messages=empty, **asked).choices
+
+
 @pytest.mark.parametrize("prompt", [[], 5, [[1], None], {"text": "ABC"}, [[True]], [[]]])
 def test_prompts_are_texts_or_token_ids(letters, prompt):
     with pytest.raises(openai.BadRequestError, match="prompt must be a text or token ids, or several"):
@@ -703,8 +737,23 @@ def test_the_command_serves_and_saves(tmp_path, monkeypatch):
     assert given == {"host": "localhost", "port": 81, "log_level": "warning"}
     assert len(stand.BlendedLookup.load(lookup)) > 0
     command.main([str(folder), "--lookup", str(lookup), "--device", "cpu", "--no-drafts"])
-    with pytest.raises(ValueError, match="save"):
+    with pytest.raises(SystemExit, match="save"):
         command.main([str(folder), "--save-lookup", str(tmp_path / "none" / "letters.lookup")])
-    for given, message in ((["--rows", "0"], "--rows must be an integer >= 1, got 0"), (["--seed", "-1"], "seed must")):
-        with pytest.raises(ValueError, match=message):  # before anything is loaded
-            command.main(["no such model", *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--rows", "0"], "--rows must be an integer >= 1, got 0"),
+        (["--seed", "-1"], "seed must"),
+        (["--keep-prompts", "-1"], "--keep-prompts must be a positive number of GiB, got -1.0"),
+        (["--keep-prompts", "nan"], "--keep-prompts must be a positive number of GiB, got nan"),
+        (["--lookup", "no such file"], "--lookup must be a file that was saved, got 'no such file' .No such file"),
+        (["--lookup", "."], "--lookup must be a file that was saved, got '.'"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be an object of JSON, got .1."),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_a_line_before_anything_is_loaded(given, message):
+    with pytest.raises(SystemExit, match=message) as raised:
+        command.main(["no such model", *given])
+    assert len(raised.value.code.splitlines()) == 1

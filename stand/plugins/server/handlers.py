@@ -50,12 +50,32 @@ class Checked:
         check_fields(body, self._served)
         Asked.of(body)
 
-    def _check_tools(self, body: Body) -> None:
-        if body.get("tools"):
-            processor = self._resolve_model({"model": body.get("model")})[2]
-            template = str(getattr(processor, "chat_template", None) or "")
-            if "tools" not in template:
-                raise ValueError("tools must be left out, got some; the model's chat template shows it none")
+    def _check_shown(self, body: Body, messages: list[Body], tools: list[Body] | None) -> None:
+        """Raises ValueError for what the chat template does not show to the model: tools, and messages, but for those
+        of which templates may leave out parts. Each message stands here as one word."""
+        _, model, processor = self._resolve_model({"model": body.get("model")})
+        template = str(getattr(processor, "chat_template", None) or "")
+        if tools and "tools" not in template:
+            raise ValueError("tools must be left out, got some; the model's chat template shows it none")
+        modality = self.model_manager.get_model_modality(model, processor=processor)
+        probes = [
+            {**one, "content": f"probe{place}of{len(messages)}"} if _is_said(one) else one
+            for place, one in enumerate(messages)
+        ]
+        kwargs = {**self.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
+        try:
+            made = self.get_processor_inputs_from_messages(probes, modality)
+            text = processor.apply_chat_template(
+                made, add_generation_prompt=True, tools=tools, tokenize=False, **kwargs
+            )
+        except Exception:  # a template may raise anything, and will again where the request is read
+            return
+        for one in probes:
+            if _is_said(one) and one["content"] not in text.lower():
+                raise ValueError(
+                    f"messages must be such as the model's chat template shows, got one of role {one['role']!r} that "
+                    "it leaves out; say it as another role, such as user"
+                )
 
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
@@ -217,7 +237,7 @@ class ChatHandler(Checked, ChatCompletionHandler):
     def _validate_request(self, body: Body) -> None:
         super()._validate_request(body)
         check_chat(body)
-        self._check_tools(body)
+        self._check_shown(body, body["messages"], body.get("tools"))
 
     @staticmethod
     def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:
@@ -283,6 +303,11 @@ class TextHandler(Checked, CompletionHandler):
             "top_logprobs": [{text: max(value, LEAST) for text, value in others} for _, *others in places],
             "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
         }
+
+
+def _is_said(message: Body) -> bool:
+    """Whether it has something to be shown that no model has written, and no tool."""
+    return message["role"] not in ("assistant", "tool") and bool(message.get("content"))
 
 
 def _returned(reading: Coroutine[None, None, object]) -> object:

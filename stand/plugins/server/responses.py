@@ -49,7 +49,7 @@ class ResponseHandler(Checked, library.ResponseHandler):
             raise ValueError(
                 f"tools must be functions, got {', '.join(map(str, others))}; this server runs none by itself"
             )
-        self._check_tools(body)
+        self._check_shown(body, messages, self._normalize_tools(body.get("tools")))
 
     @staticmethod
     def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:

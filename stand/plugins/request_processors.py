@@ -29,11 +29,12 @@ AROUND = ("\n{}\n", ".{}\n\n", "a {} b", "a{}b")  # texts in which marks of thou
 
 @dataclass(frozen=True, slots=True)
 class AskedOfLaws:
-    """By one request. schema: JSON, of its answer; presence, frequency: as `OutputPenalties`; thinking_tokens: as
-    `ThinkingBudget`, None for any number. is_thinking: whether the model thinks behind the prompt; None: its first new
-    tokens tell."""
+    """By one request. schema: JSON, of its answer; calls: in its place, xgrammar's structural tag as JSON. presence,
+    frequency: as `OutputPenalties`; thinking_tokens: as `ThinkingBudget`, None for any number. is_thinking: whether the
+    model thinks behind the prompt; None: its first new tokens tell."""
 
     schema: str | None = None
+    calls: str | None = None
     presence: float = 0.0
     frequency: float = 0.0
     thinking_tokens: int | None = None
@@ -41,7 +42,11 @@ class AskedOfLaws:
 
     @property
     def is_anything(self) -> bool:
-        return self.schema is not None or self.thinking_tokens is not None or self.presence != 0 or self.frequency != 0
+        return self.has_form or self.thinking_tokens is not None or self.presence != 0 or self.frequency != 0
+
+    @property
+    def has_form(self) -> bool:
+        return self.schema is not None or self.calls is not None
 
 
 class RequestProcessors:
@@ -81,8 +86,8 @@ class RequestProcessors:
         begin = self._begin if asked.is_thinking is None else None
         if asked.presence or asked.frequency:
             made.append(OutputPenalties(presence=asked.presence, frequency=asked.frequency))
-        if asked.schema is not None:
-            grammar = self._grammar(asked.schema)
+        if asked.has_form:
+            grammar = self._grammar(asked)
             made.append(grammar if asked.is_thinking is False else AfterThoughts(grammar, self._end, begin=begin))
         if asked.thinking_tokens is not None:
             is_thinking = bool(asked.is_thinking)
@@ -92,7 +97,7 @@ class RequestProcessors:
 
     def _behind(self, prompt: Sequence[int], asked: AskedOfLaws) -> AskedOfLaws:
         """The same, with what the prompt's end says of thoughts, where that matters."""
-        if self._end is None or (asked.schema is None and asked.thinking_tokens is None):
+        if self._end is None or (not asked.has_form and asked.thinking_tokens is None):
             return asked
         try:
             text = self._engine.tokenizer.decode(prompt[-TAIL:]).rstrip()
@@ -103,13 +108,15 @@ class RequestProcessors:
         is_told = self._begins is None or text.endswith(self._begins)
         return replace(asked, is_thinking=True if is_told else None)
 
-    def _grammar(self, schema: str) -> LogitsProcessor:
+    def _grammar(self, asked: AskedOfLaws) -> LogitsProcessor:
         try:
             from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
         except ModuleNotFoundError as error:
             raise missing_package(error, "xgrammar", asker="response_schema", install="xgrammar") from error
         self._compiler = self._compiler or _compiler(self._engine)
-        return GrammarProcessor(self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE))
+        if asked.calls is not None:
+            return GrammarProcessor(self._compiler.compile_structural_tag(asked.calls))
+        return GrammarProcessor(self._compiler.compile_json_schema(asked.schema, max_whitespace_cnt=MOST_WHITESPACE))
 
     def _mark(self, text: str, name: str, example: str) -> tuple[int, ...]:
         """Its tokens."""

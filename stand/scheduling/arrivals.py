@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
+from stand.laws.logprobs import LogprobNotes
 from stand.row import Row
 from stand.scheduling.request import Job, Request, Trajectory
 from stand.simd.threads import release_pool
 
-OnTokens = Callable[[int, list[int]], None]
+OnTokens = Callable[..., None]  # (row, token ids), behind them their `TokenLogprobs` where the run has some
 
 
 class Ticket:
@@ -26,11 +27,12 @@ class Ticket:
         self.ended: list[Trajectory] = []
         self._is_settled = False
 
-    def tell(self, row: Row, token_ids: list[int]) -> None:
+    def tell(self, row: Row, token_ids: list[int], notes: LogprobNotes | None) -> None:
         """What a callback of the user's raises is the request's error."""
         if self._on_tokens is not None and not self.future.done():
             try:
-                self._on_tokens(row.index, token_ids)
+                beside = () if notes is None else (notes.newest(row, len(token_ids)),)
+                self._on_tokens(row.index, token_ids, *beside)
             except BaseException as error:
                 error.add_note(f"raised by on_tokens=:\n{''.join(traceback.format_tb(error.__traceback__)[1:])}")
                 self.fail(_without_frames(error))
@@ -71,6 +73,7 @@ class Arrivals(Iterator[Job | None]):
         self._waiting: deque[Ticket] = deque()
         self._reading: Ticket | None = None
         self._left: deque[int] = deque()  # numbers of requests nobody waits for any more
+        self.notes: LogprobNotes | None = None  # of the call's log-probabilities
         self.is_closed = False
         self.open: dict[int, Ticket] = {}  # by number: requests whose rows have not all ended
 

@@ -33,6 +33,7 @@ class OpenRun:
         """new_call: makes the call of these arrivals; on_commit= is what it tells of rows' new tokens."""
         self._arrivals = arrivals
         self._call = new_call(on_commit=partial(_tell, arrivals))
+        arrivals.notes = self._call.logprobs
         self._decoding = _Decoding(self._call, arrivals, tokenizer)
         self._thread = self._decoding.thread
         finalize(self, arrivals.close).atexit = False  # a run that nobody has any more ends behind what was submitted
@@ -43,8 +44,8 @@ class OpenRun:
         rows have ended: those that run end behind the step that runs.
 
         request: as one of `Engine.run`'s. What it raises there is raised by the future, and ends nobody else.
-        on_tokens: called with a row's number and its new tokens as they are committed, in the run's thread. It must not
-        wait for this run. What it raises fails the request.
+        on_tokens: called with a row's number and its new tokens as they are committed, in the run's thread; with
+        logprobs= also with their `TokenLogprobs`. It must not wait for this run. What it raises fails the request.
 
         Raises RuntimeError when the run is closed or has failed.
         """
@@ -128,7 +129,7 @@ class _Decoding:
 def _tell(arrivals: Arrivals, row: Row, token_ids: list[int]) -> None:
     ticket = arrivals.open.get(row.request)
     if ticket is not None:
-        ticket.tell(row, token_ids)
+        ticket.tell(row, token_ids, arrivals.notes)
 
 
 _DECODING: WeakSet[_Decoding] = WeakSet()

@@ -369,16 +369,23 @@ def test_runs_and_calls_of_one_model_take_turns():
 def test_logprobs_come_with_trajectories_and_rows_that_were_cancelled_need_none():
     engine = engine_of()
     wanted = engine.generate(PROMPTS[0], logprobs=2, **SETTINGS).logprobs[0]
+    told = []
+
+    def tell(row: int, token_ids: list[int], logprobs: stand.TokenLogprobs) -> None:
+        told.append((token_ids, logprobs))
+        second.cancel()
+
     with engine_of().open_run(max_rows=1, logprobs=2, **SETTINGS) as run:
         gate = threading.Event()
-        first = run.submit(
-            stand.Request(WaitingPrompt(gate, PROMPTS[0])), on_tokens=lambda row, token_ids: second.cancel()
-        )
+        first = run.submit(stand.Request(WaitingPrompt(gate, PROMPTS[0])), on_tokens=tell)
         second = run.submit(stand.Request([7], num_return_sequences=3))
         gate.set()
         found = first.result(PATIENCE)[0].logprobs
     np.testing.assert_allclose(found.of_tokens, wanted.of_tokens, atol=1e-5)
-    assert second.cancelled() and run._call.logprobs._noted == {}
+    assert second.cancelled() and run._call.logprobs._noted == {} and len(told) > 1
+    assert all(len(tokens) == len(own) for tokens, own in told)
+    for name in ("of_tokens", "top_ids", "top"):
+        assert (np.concatenate([getattr(own, name) for _, own in told]) == getattr(found, name)).all()
 
 
 def test_whoever_waits_for_futures_is_told_of_those_that_were_cancelled():

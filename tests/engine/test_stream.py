@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from tiny_models import VOCABULARY_SIZE, tiny_model
+from byte_tokenizer import byte_tokenizer
+from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,18 +14,6 @@ from stand import step
 from stand.texts.pieces import TextPieces
 
 PROMPTS = ["ab", "bcabc", "ca"]
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: letters, and the bytes of a character that takes three."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()][: VOCABULARY_SIZE - 4]
-    euro = [byte for byte, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("€")]
-    vocabulary = {letter: place for place, letter in enumerate([*letters, *euro[0], "<end>"])}
-    core = Tokenizer(models.BPE(vocabulary, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
 
 
 @pytest.fixture

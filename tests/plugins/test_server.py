@@ -130,6 +130,65 @@ def test_pieces_of_a_stream_are_the_answer(letters, is_chat):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def by_choice(chunks) -> list[dict]:
+    """Of each index: its text, its only reason to end, and the numbers it had."""
+    made: dict[int, dict] = {}
+    for chunk in chunks:
+        for one in chunk.choices:
+            choice = made.setdefault(one.index, {"text": "", "reason": None})
+            choice["text"] += (one.delta.content or "") if hasattr(one, "delta") else one.text
+            if one.finish_reason is not None:
+                assert choice["reason"] is None
+                choice |= {"reason": one.finish_reason, "numbers": chunk.system_fingerprint}
+    return [made[index] for index in range(len(made))]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_several_answers_come_in_one_stream(letters, is_chat):
+    """Each is the row whose numbers it tells, and ends when it does; more of them than are decoded together."""
+    ask, settings = letters.chat if is_chat else letters.text, {"temperature": 1.0, "max_tokens": 90, "n": 6}
+    chunks = list(ask("QRS", **settings, stream=True))
+    choices = by_choice(chunks)
+    runs = [letters.repeated("QRS", one["numbers"], temperature=1.0, max_new_tokens=90) for one in choices]
+    assert [one["text"] for one in choices] == [run.text for (run,) in runs] and len(
+        {one["text"] for one in choices}
+    ) > 3
+    assert [one["reason"] for one in choices] == [{"eos": "stop"}.get(run.finish_reason, "length") for (run,) in runs]
+    order = [one.index for chunk in chunks for one in chunk.choices if one.finish_reason is None]
+    assert order != sorted(order)
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert usages == [chunks[-1].usage] and usages[0].prompt_tokens == 3
+    assert usages[0].completion_tokens == sum(len(run.token_ids) for (run,) in runs)
+
+
+def test_an_answer_of_a_stream_ends_before_others_do(letters):
+    chunks = list(letters.text(["QRS", "ABC"], temperature=1.0, max_tokens=300, n=2, stream=True))
+    lengths = [len(one["text"]) for one in by_choice(chunks)]
+    ends = [index for index, chunk in enumerate(chunks) if chunk.choices[0].finish_reason is not None]
+    assert len(lengths) == 4 and min(lengths) < max(lengths) and ends[0] < len(chunks) - 5
+    assert chunks[-1].usage.prompt_tokens == 6
+
+
+def test_several_prompts_come_in_one_stream(letters):
+    settings = {"temperature": 0, "max_tokens": 20, "n": 2}
+    wanted = letters.text(["ABC", "BCD"], **settings)
+    found = by_choice(letters.text(["ABC", "BCD"], **settings, stream=True))
+    assert [one["text"] for one in found] == [choice.text for choice in wanted.choices]
+    ids = by_choice(letters.text([5, 9, 11], **settings, stream=True))
+    assert [one["text"] for one in ids] == [choice.text for choice in letters.text([5, 9, 11], **settings).choices]
+    with pytest.raises(openai.BadRequestError, match="prompt tokens must be in"):
+        letters.text([[5, 6], [7, 8], [10**6]], **ENDLESS, stream=True)
+    until(lambda: open_requests(letters) == 0)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_usage_comes_apart_where_it_is_asked_for(letters, is_asked):
+    options = {"stream_options": {"include_usage": is_asked}}
+    chunks = list(letters.chat("ABC", temperature=0, max_tokens=4, n=2, stream=True, **options))
+    usages = [chunk.usage and chunk.usage.completion_tokens for chunk in chunks]
+    assert usages == [None] * (len(chunks) - 1) + [8] and bool(chunks[-1].choices) != is_asked
+
+
 def test_a_stream_that_is_refused_does_not_begin(letters):
     with pytest.raises(openai.BadRequestError, match="must fit into the model's context of 512 tokens, got 3 \\+ 4000"):
         letters.chat("ABC", stream=True, max_tokens=4000)
@@ -160,6 +219,25 @@ def test_requests_that_wait_for_a_run_hold_up_no_others(letters):
         assert done == ["short"] and not any(one.done() for one in waiting)
 
 
+def test_a_prompt_that_is_still_read_holds_up_nobody(letters, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    read = letters.tokenizer.apply_chat_template
+
+    def read_slowly(*given, **named):
+        begun.set()
+        assert may_end.wait(60)
+        return read(*given, **named)
+
+    monkeypatch.setattr(letters.tokenizer, "apply_chat_template", read_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            waiting = pool.submit(letters.chat, "ABC", max_tokens=2)
+            assert begun.wait(60) and letters.client.with_options(timeout=10).models.list().data
+        finally:
+            may_end.set()
+    assert waiting.result().choices
+
+
 def test_clients_are_decoded_together(letters):
     settings = {"max_tokens": 40, "temperature": 0, "extra_body": {"generation_config": '{"eos_token_id": []}'}}
     engine, prompts = letters.answers.engine, ["ABC", "BCD", "CDE", "DEF"]
@@ -182,11 +260,10 @@ REFUSED = [
     ({"extra_body": {"presence_penalty": False}}, r"presence_penalty must be a number in \[-2, 2\], got False"),
     ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget must be an integer >= 0, got -1"),
     ({"extra_body": {"thinking_token_budget": 9}}, "a thinking budget needs to know how thoughts end, got 9 tokens"),
-    ({"tool_choice": "required"}, "tool_choice must be left out"),
+    ({"tool_choice": "required"}, "tool_choice must be auto, none, required, or a function that is among the tools"),
     ({"reasoning_effort": "low"}, "reasoning_effort must be left out"),
     ({"extra_body": {"guided_json": {}}}, "guided_json must be left out"),
-    ({"n": 2, "stream": True}, "a streamed answer must be one"),
-    ({"logprobs": True, "stream": True}, "a streamed answer must be one"),
+    ({"stream_options": {"include_usage": "yes"}}, "stream_options must be an object"),
     ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
     ({"n": 0}, "n must be an integer in \\[1, 1024\\], got 0"),
     ({"n": 2000}, "n must be an integer in"),
@@ -231,6 +308,40 @@ def test_what_cannot_be_honoured_is_refused(letters, settings, message):
     with pytest.raises(openai.BadRequestError, match=message) as raised:
         letters.client.chat.completions.create(**given)
     assert raised.value.body["type"] == "invalid_request_error"
+
+
+KNOWS = "{%- for one in messages %}{% if one.role in ('system', 'user') %}{{ one.content }}{% endif %}{% endfor %}"
+FIRST = "{%- for one in messages %}{% if one.role == 'user' or loop.first %}{{ one.content }}{% endif %}{% endfor %}"
+REFUSES = "{%- for one in messages %}{% if one.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+REFUSES += "{{ one.content }}{% endfor %}"
+SHOUTS = "{%- for one in messages %}{{ one.content | trim | upper }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "message"),
+    [
+        (KNOWS, ["system", "user", "assistant", "user"], None),
+        (KNOWS, ["developer", "user"], "got one of role 'developer' that it leaves out"),
+        (FIRST, ["system", "user"], None),
+        (FIRST, ["user", "system", "user"], "got one of role 'system' that it leaves out"),
+        (REFUSES, ["system", "user"], "no system here"),
+        (SHOUTS, ["system", "user"], None),
+    ],
+)
+def test_messages_that_the_template_leaves_out_are_refused(letters, monkeypatch, template, roles, message):
+    """Of answers it may leave out parts, and of contents it may change letters."""
+    monkeypatch.setattr(letters.tokenizer, "chat_template", template)
+    asked = {"model": letters.name, "max_tokens": 2}
+    for content in ("ABC", [{"type": "text", "text": "ABC"}]):
+        messages = [{"role": role, "content": content} for role in roles]
+        if message is None:
+            assert letters.client.chat.completions.create(messages=messages, **asked).choices
+        else:
+            with pytest.raises(openai.BadRequestError, match=message):
+                letters.client.chat.completions.create(messages=messages, **asked)
+    empty = [{"role": "developer", "content": ""}, {"role": "user", "content": "ABC"}]
+    if template == KNOWS:
+        assert letters.client.chat.completions.create(messages=empty, **asked).choices
 
 
 @pytest.mark.parametrize("prompt", [[], 5, [[1], None], {"text": "ABC"}, [[True]], [[]]])
@@ -442,7 +553,8 @@ def test_whoever_leaves_a_stream_ends_its_row(letters):
 
     async def leave():
         inputs = letters.tokenizer("ABC", return_tensors="pt")
-        begun = Begun(await letters.answers.begun(inputs, config))
+        (stream,) = await letters.answers.begun(inputs, config)
+        begun = Begun(stream)
         queue, streamer = begun.generate_streaming(letters.model, letters.tokenizer, inputs, config, "one")
         told.append(await asyncio.wait_for(queue.get(), 60))
         streamer.cancel()
@@ -494,6 +606,17 @@ def test_whoever_hangs_up_ends_his_answer(letters, slow, is_stream):
         assert all(one.exception(60) is None or isinstance(one.exception(), openai.APITimeoutError) for one in asked)
     until(lambda: open_requests(letters) == 0, seconds=3)
     assert time.monotonic() - begun < 6
+
+
+def test_a_stream_that_the_server_ends_does_not_look_whole(tmp_path, monkeypatch):
+    served = Served(tmp_path, letter_tokenizer(), copy.deepcopy(tiny_model("llama")), num_rows=2)
+    forward = served.model.forward
+    monkeypatch.setattr(served.model, "forward", lambda *given, **named: time.sleep(0.02) or forward(*given, **named))
+    coming = served.chat("ABC", **ENDLESS, n=2, stream=True)
+    next(coming)
+    served.end()
+    with pytest.raises(openai.APIError, match="the server must not be ending"):
+        list(coming)
 
 
 def test_a_bad_prompt_of_several_ends_the_others(letters, slow):
@@ -614,8 +737,23 @@ def test_the_command_serves_and_saves(tmp_path, monkeypatch):
     assert given == {"host": "localhost", "port": 81, "log_level": "warning"}
     assert len(stand.BlendedLookup.load(lookup)) > 0
     command.main([str(folder), "--lookup", str(lookup), "--device", "cpu", "--no-drafts"])
-    with pytest.raises(ValueError, match="save"):
+    with pytest.raises(SystemExit, match="save"):
         command.main([str(folder), "--save-lookup", str(tmp_path / "none" / "letters.lookup")])
-    for given, message in ((["--rows", "0"], "--rows must be an integer >= 1, got 0"), (["--seed", "-1"], "seed must")):
-        with pytest.raises(ValueError, match=message):  # before anything is loaded
-            command.main(["no such model", *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--rows", "0"], "--rows must be an integer >= 1, got 0"),
+        (["--seed", "-1"], "seed must"),
+        (["--keep-prompts", "-1"], "--keep-prompts must be a positive number of GiB, got -1.0"),
+        (["--keep-prompts", "nan"], "--keep-prompts must be a positive number of GiB, got nan"),
+        (["--lookup", "no such file"], "--lookup must be a file that was saved, got 'no such file' .No such file"),
+        (["--lookup", "."], "--lookup must be a file that was saved, got '.'"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be an object of JSON, got .1."),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_a_line_before_anything_is_loaded(given, message):
+    with pytest.raises(SystemExit, match=message) as raised:
+        command.main(["no such model", *given])
+    assert len(raised.value.code.splitlines()) == 1

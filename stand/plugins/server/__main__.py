@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import Coroutine
@@ -25,7 +26,7 @@ from stand.drafters.blended import BlendedDrafter
 from stand.plugins.open_runs import ClosedError
 from stand.plugins.saving import Saver, check_can_be_written
 from stand.plugins.server.answers import Answers, OneManager
-from stand.plugins.server.handlers import ChatHandler, TextHandler
+from stand.plugins.server.handlers import ChatHandler, TextHandler, error_told
 from stand.plugins.server.responses import ResponseHandler
 from stand.seeds import checked_seed
 from stand.trees import BlendedLookup
@@ -110,12 +111,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     is_told = options.log_level in ("info", "debug", "trace")
     logging.getLogger("transformers.cli").setLevel(logging.INFO if is_told else logging.ERROR)  # else a line a request
-    whole_number("--rows", options.rows, "16 is usual")
-    checked_seed(options.seed)
-    if options.save_lookup is not None:
-        check_can_be_written(options.save_lookup, "--save-lookup")
-    learned = None if options.lookup is None else BlendedLookup.load(options.lookup)
-    drafter = BlendedDrafter(learned, share=options.share)  # before the model, which takes minutes
+    try:
+        drafter = _checked(options)  # before the model, which takes minutes
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
     models = ModelManager(
         device=options.device,
         dtype=options.dtype,
@@ -132,6 +131,28 @@ def main(arguments: list[str] | None = None) -> None:
     config = uvicorn.Config(app, host=options.host, port=options.port, log_level=options.log_level)
     with kept:
         Server(config, manager, saver).run()
+
+
+def _checked(options: argparse.Namespace) -> BlendedDrafter:
+    """The drafter. Raises OSError and ValueError for options that do not fit, as far as they need no model."""
+    whole_number("--rows", options.rows, "16 is usual")
+    checked_seed(options.seed)
+    kept, kwargs, learned = options.keep_prompts, options.chat_template_kwargs, None
+    if kept is not None and not 0 < kept < math.inf:
+        raise ValueError(f"--keep-prompts must be a positive number of GiB, got {kept}; leave it out to keep none")
+    if not isinstance(kwargs, dict):
+        raise ValueError(f'--chat-template-kwargs must be an object of JSON, got {kwargs!r}; {{"name": 1}} is one')
+    if options.save_lookup is not None:
+        check_can_be_written(options.save_lookup, "--save-lookup")
+    if options.lookup is not None:
+        try:
+            learned = BlendedLookup.load(options.lookup)
+        except OSError as error:
+            raise ValueError(
+                f"--lookup must be a file that was saved, got {options.lookup!r} ({error.strerror}); leave it out to "
+                "begin with none"
+            ) from error
+    return BlendedDrafter(learned, share=options.share)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,8 +202,7 @@ async def _pass_on(request: Request, error: HTTPException) -> JSONResponse:
 
 def _error(status: int, message: str) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": told}, status_code=status)
+    return JSONResponse({"error": error_told(kind, message)}, status_code=status)
 
 
 if __name__ == "__main__":

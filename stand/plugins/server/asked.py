@@ -14,19 +14,20 @@ Body = Mapping[str, object]
 
 ADDED = ("top_k", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, by the names that vLLM takes
 SERVED = frozenset({
-    "model", "temperature", "top_p", "max_tokens", "stop", "seed", "stream", "n", "logprobs", "logit_bias",
-    "generation_config", "frequency_penalty", "presence_penalty", "thinking_token_budget", *ADDED,
+    "model", "temperature", "top_p", "max_tokens", "stop", "seed", "stream", "stream_options", "n", "logprobs",
+    "logit_bias", "generation_config", "frequency_penalty", "presence_penalty", "thinking_token_budget", *ADDED,
 })  # fmt: skip
 OF_CHATS = SERVED | {
-    "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "chat_template_kwargs",
+    "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
+    "chat_template_kwargs",
 }  # fmt: skip
 OF_TEXTS = SERVED | {"prompt"}
 OF_RESPONSES = SERVED - {"max_tokens", "stop", "n", "logprobs"} | {
-    "input", "instructions", "max_output_tokens", "text", "tools", "chat_template_kwargs",
+    "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "chat_template_kwargs",
 }  # fmt: skip
 OF_THE_CLIENT = frozenset({  # no answer depends on them
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-    "stream_options", "user",
+    "user",
 })  # fmt: skip
 NEUTRAL = {  # values by which a field asks for nothing
     "background": (False,), "best_of": (1,), "echo": (False,), "function_call": ("auto",), "functions": ([],),
@@ -49,6 +50,7 @@ ANY_OBJECT = '{"type": "object"}'
 @dataclass(frozen=True, slots=True)
 class Asked:
     """count: answers. logprobs: likeliest tokens per place, None for none. of_laws: what takes logits processors.
+    is_usage_apart: whether a stream tells its usage in an event of its own.
 
     A seed is taken, and follows no further: which rows are decoded together depends on time, so it could repeat no
     answer. What could is told with every answer, see `stand.plugins.server.handlers`."""
@@ -56,6 +58,7 @@ class Asked:
     count: int = 1
     logprobs: int | None = None
     of_laws: AskedOfLaws = AskedOfLaws()
+    is_usage_apart: bool = False
 
     @classmethod
     def of(cls, body: Body) -> Asked:
@@ -69,12 +72,7 @@ class Asked:
             logprobs = of_top if given else None
         else:
             logprobs = _whole(body, "logprobs", most=MOST_LOGPROBS)
-        if body.get("stream") and (count > 1 or logprobs is not None):
-            raise ValueError(
-                f"a streamed answer must be one, without log-probabilities, got n={count} and logprobs={given!r}; "
-                "leave stream out"
-            )
-        return cls(count, logprobs, _of_laws(body))
+        return cls(count, logprobs, _of_laws(body), is_usage_apart=_is_usage_apart(body))
 
 
 def check_fields(body: Body, served: Collection[str]) -> None:
@@ -200,6 +198,13 @@ def _of_laws(body: Body) -> AskedOfLaws:
         frequency=_penalty(body, "frequency_penalty"),
         thinking_tokens=None if budget is None else _whole(body, "thinking_token_budget"),
     )
+
+
+def _is_usage_apart(body: Body) -> bool:
+    options = body.get("stream_options") or {}
+    is_told = isinstance(options, dict) and options.get("include_usage") in (None, True, False)
+    _check(is_told, "stream_options", "an object, its include_usage true or false", options)
+    return bool(options.get("include_usage"))
 
 
 def _penalty(body: Body, name: str) -> float:

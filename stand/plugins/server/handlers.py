@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
-from collections.abc import AsyncIterator, Callable
-from inspect import isawaitable, signature
-from itertools import accumulate
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from itertools import accumulate, chain
 
 import torch
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -15,10 +19,11 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler, Modality, build_response_parser
 
-from stand.plugins.logprob_places import bytes_of, places_of, texts_of
-from stand.plugins.server.answers import ASKED, Ready
+from stand.plugins.logprob_places import Place, bytes_of, places_of, texts_of
+from stand.plugins.server.answers import ASKED, Answers, Ready
 from stand.plugins.server.asked import ADDED, OF_CHATS, OF_TEXTS, Asked, check_chat, check_fields, is_prompt
-from stand.plugins.server.streams import Begun, before_stop, stop_strings
+from stand.plugins.server.calls import form_of_calls, must_call
+from stand.plugins.server.streams import Begun, before_stop, merged, stop_strings
 from stand.plugins.server.unread import NO_TEMPLATE, tell_unread, without_template
 from stand.scheduling.request import Trajectory
 
@@ -45,12 +50,32 @@ class Checked:
         check_fields(body, self._served)
         Asked.of(body)
 
-    def _check_tools(self, body: Body) -> None:
-        if body.get("tools"):
-            processor = self._resolve_model({"model": body.get("model")})[2]
-            template = str(getattr(processor, "chat_template", None) or "")
-            if "tools" not in template:
-                raise ValueError("tools must be left out, got some; the model's chat template shows it none")
+    def _check_shown(self, body: Body, messages: list[Body], tools: list[Body] | None) -> None:
+        """Raises ValueError for what the chat template does not show to the model: tools, and messages, but for those
+        of which templates may leave out parts. Each message stands here as one word."""
+        _, model, processor = self._resolve_model({"model": body.get("model")})
+        template = str(getattr(processor, "chat_template", None) or "")
+        if tools and "tools" not in template:
+            raise ValueError("tools must be left out, got some; the model's chat template shows it none")
+        modality = self.model_manager.get_model_modality(model, processor=processor)
+        probes = [
+            {**one, "content": f"probe{place}of{len(messages)}"} if _is_said(one) else one
+            for place, one in enumerate(messages)
+        ]
+        kwargs = {**self.chat_template_kwargs, **(body.get("chat_template_kwargs") or {})}
+        try:
+            made = self.get_processor_inputs_from_messages(probes, modality)
+            text = processor.apply_chat_template(
+                made, add_generation_prompt=True, tools=tools, tokenize=False, **kwargs
+            )
+        except Exception:  # a template may raise anything, and will again where the request is read
+            return
+        for one in probes:
+            if _is_said(one) and one["content"] not in text.lower():
+                raise ValueError(
+                    f"messages must be such as the model's chat template shows, got one of role {one['role']!r} that "
+                    "it leaves out; say it as another role, such as user"
+                )
 
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
@@ -69,14 +94,28 @@ class Checked:
             config.max_new_tokens = limit  # None: as many as the context holds
         if body.get("logit_bias"):
             config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-        setattr(config, ASKED, Asked.of(body))
+        setattr(config, ASKED, self._with_calls(Asked.of(body), body))
         return config
+
+    def _with_calls(self, asked: Asked, body: Body) -> Asked:
+        """With the form of an answer that must call a tool."""
+        functions = must_call(body)
+        if not functions:
+            return asked
+        if asked.of_laws.schema is not None:
+            raise ValueError(
+                f"tool_choice must be auto beside a response_format, got {body['tool_choice']!r:.80}; leave one out"
+            )
+        _, model, processor = self._resolve_model({"model": body.get("model")})
+        calls = form_of_calls(processor, model, functions, is_one=body["tool_choice"] != "required")
+        return replace(asked, of_laws=replace(asked.of_laws, calls=calls))
 
     async def handle_request(self, body: Body, request_id: str) -> object:
         given = {name: value for name, value in body.items() if name != "tools" or body.get("tool_choice") != "none"}
         try:
-            response = await super().handle_request(given, request_id)
-            return await response if isawaitable(response) else response  # a stream, see below
+            reading = super().handle_request(given, request_id)
+            answer = await self._manager.read(partial(_returned, reading))
+            return await answer()
         except TypeError as error:  # of values that are only looked at where they are used
             free = [name for name in ("generation_config", "chat_template_kwargs") if body.get(name)]
             if not free:
@@ -100,18 +139,41 @@ class Checked:
                 one["reasoning_content"] = given["reasoning_content"]
         return made
 
-    async def _streaming(self, *told: object, **beside: object) -> StreamingResponse:
-        """Transformers returns what this gives without awaiting it. So a request that is refused gets a status."""
-        asked = signature(super()._streaming).bind(*told, **beside).arguments
-        asked["gen_manager"] = Begun(await asked["gen_manager"].begun(asked["inputs"], asked["gen_config"]))
-        response = super()._streaming(**asked)
-        response.body_iterator = self._events(response.body_iterator, asked["gen_config"])
-        return response
+    @property
+    def _manager(self) -> Answers:
+        return self.generation_state.get_manager(self.model_manager.force_model)
 
-    async def _non_streaming(self, *told: object, **beside: object) -> JSONResponse:
-        asked = signature(super()._non_streaming).bind(*told, **beside).arguments
+    def _streaming(self, *told: object, **beside: object) -> Callable[[], Awaitable[StreamingResponse]]:
+        """Transformers returns what this gives, so a request that is refused gets a status."""
+        return partial(self._streamed, [signature(super()._streaming).bind(*told, **beside).arguments])
+
+    async def _streamed(self, of_prompts: Sequence[Body]) -> StreamingResponse:
+        """All answers in one stream. of_prompts: arguments of transformers' handler."""
+        begun, streams = [], []
+        try:
+            for asked in of_prompts:
+                begun.append(await self._manager.begun(asked["inputs"], asked["gen_config"]))
+            await self._manager.wait([firsts[0] for firsts in begun])
+            for place, stream in enumerate(chain.from_iterable(begun)):
+                asked = of_prompts[place // len(begun[0])]
+                one, config = Begun(stream, place), copy.copy(asked["gen_config"])
+                response = super()._streaming(**asked | {"gen_manager": one, "gen_config": config})
+                streams.append((one, response.body_iterator))
+        except BaseException:
+            for stream in chain.from_iterable(begun):
+                stream.future.cancel()
+            raise
+        asked, text_of = getattr(asked["gen_config"], ASKED), _text_of(asked["processor"])
+        events = self._events([one for one, _ in streams], merged(streams), asked, text_of)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _non_streaming(self, *told: object, **beside: object) -> Callable[[], Awaitable[JSONResponse]]:
+        """What transformers' handler of the request returns."""
+        return partial(self._whole, signature(super()._non_streaming).bind(*told, **beside).arguments)
+
+    async def _whole(self, asked: Body) -> JSONResponse:
         inputs, config, processor = asked["inputs"], asked["gen_config"], asked["processor"]
-        answers = await asked["gen_manager"].answers(inputs, config)
+        answers = await self._manager.answers(inputs, config)
         made: list[Body] = []
         for answer in answers:
             asked["gen_manager"] = Ready(answer)
@@ -123,26 +185,48 @@ class Checked:
                 plain = {"model": NO_TEMPLATE, "processor": without_template(processor)}
                 response = await super()._non_streaming(**asked | plain)
             made.append(self._cut(json.loads(response.body), answer, stop_strings(config)))
-        tokenizer = getattr(processor, "tokenizer", processor)
-        return JSONResponse(self._joined(made, answers, texts_of(tokenizer)))
+        return JSONResponse(self._joined(made, answers, _text_of(processor)))
 
     def _joined(self, made: list[Body], answers: list[Trajectory], text_of: Callable[[int], str]) -> Body:
         """The answers of one prompt in one body. What drafts were worth is where OpenAI tells it of its predictions."""
         choices = [{**body["choices"][0], "index": place} for place, body in enumerate(made)]
         for choice, answer in zip(choices, answers, strict=True):
             if answer.logprobs is not None:
-                choice["logprobs"] = self._logprobs(answer, text_of)
-        num_prompt, num_new = answers[0].num_prompt_tokens, sum(len(one.token_ids) for one in answers)
-        usage = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-            "completion_tokens_details": worth_of_drafts(answers),
-        }
+                choice["logprobs"] = self._logprobs(places_of(answer.token_ids, answer.logprobs, text_of))
+        usage = usage_of(answers, len(answers))
         return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers_of(answers)}
 
-    def _events(self, events: AsyncIterator[str], config: GenerationConfig) -> AsyncIterator[str]:
-        return _with_end(events)
+    async def _events(
+        self,
+        begun: list[Begun],
+        events: AsyncIterator[tuple[Begun, Body]],
+        asked: Asked,
+        text_of: Callable[[int], str],
+    ) -> AsyncIterator[str]:
+        """As OpenAI has them. The last one of an answer tells its numbers, the very last one the usage of all."""
+        num_left = len(begun)
+        async with aclosing(events):
+            async for one, event in events:
+                beside: list[Body] = []
+                if "error" in event:
+                    event = {"error": error_told("server_error", event["error"])}
+                for choice in event.get("choices", []):
+                    choice["index"], is_last = one.index, choice.get("finish_reason") is not None
+                    if places := one.taken(text_of, is_first="role" in choice.get("delta", {}), is_last=is_last):
+                        choice["logprobs"] = self._logprobs(places, one.num_characters)
+                        one.num_characters += sum(len(own[0]) for own, *_ in places)
+                    if is_last:
+                        num_left -= 1
+                        usage = None if num_left else usage_of([each.answer for each in begun], asked.count)
+                        event |= {"usage": usage, "system_fingerprint": numbers_of([one.answer])}
+                        if asked.is_usage_apart and not num_left:
+                            event["usage"] = None
+                            beside = [{**event, "choices": [], "usage": usage}]
+                for told in (event, *beside):
+                    yield f"data: {json.dumps(told)}\n\n"
+                if "error" in event:
+                    break
+        yield "data: [DONE]\n\n"
 
 
 class ChatHandler(Checked, ChatCompletionHandler):
@@ -153,7 +237,7 @@ class ChatHandler(Checked, ChatCompletionHandler):
     def _validate_request(self, body: Body) -> None:
         super()._validate_request(body)
         check_chat(body)
-        self._check_tools(body)
+        self._check_shown(body, body["messages"], body.get("tools"))
 
     @staticmethod
     def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:
@@ -163,11 +247,10 @@ class ChatHandler(Checked, ChatCompletionHandler):
         return made
 
     @staticmethod
-    def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
+    def _logprobs(places: list[Place], offset: int = 0) -> Body:
         return {
             "content": [
-                {**_entry(*own), "top_logprobs": [_entry(*other) for other in others]}
-                for own, *others in places_of(answer, text_of)
+                {**_entry(*own), "top_logprobs": [_entry(*other) for other in others]} for own, *others in places
             ]
         }
 
@@ -187,10 +270,11 @@ class TextHandler(Checked, CompletionHandler):
         prompts = _prompts(body.get("prompt"))
         if len(prompts) == 1 and isinstance(prompts[0], str):
             return await super().handle_request({**body, "prompt": prompts[0]}, request_id)
-        if body.get("stream"):
-            raise ValueError(f"a streamed answer must be of one text, got {len(prompts)} prompts; leave stream out")
         self._validate_request({**body, "prompt": ""})
-        tasks = [asyncio.create_task(self._answered({**body}, prompt, request_id)) for prompt in prompts]
+        asked = await self._manager.read(lambda: [self._asked({**body}, prompt, request_id) for prompt in prompts])
+        if body.get("stream"):
+            return await self._streamed(asked)
+        tasks = [asyncio.create_task(self._whole(each)) for each in asked]
         try:
             made = [json.loads(response.body) for response in await asyncio.gather(*tasks)]
         finally:
@@ -198,24 +282,58 @@ class TextHandler(Checked, CompletionHandler):
                 task.cancel()  # where one of them has failed, or nobody waits any more
         return JSONResponse(_of_prompts(made))
 
-    async def _answered(self, body: Body, prompt: str | list[int], request_id: str) -> JSONResponse:
+    def _asked(self, body: Body, prompt: str | list[int], request_id: str) -> Body:
+        """Arguments of transformers' handler."""
         model_id, model, processor = self._resolve_model(body)
         tokenizer = getattr(processor, "tokenizer", processor)
-        inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _ids(prompt)
-        config = self._build_generation_config(body, model.generation_config)
-        manager = self.generation_state.get_manager(model_id)
-        return await self._non_streaming(request_id, model, processor, model_id, inputs, config, manager)
+        return {
+            "request_id": request_id, "model": model, "processor": processor, "model_id": model_id,
+            "inputs": tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _ids(prompt),
+            "gen_config": self._build_generation_config(body, model.generation_config),
+            "gen_manager": self._manager,
+        }  # fmt: skip
 
     @staticmethod
-    def _logprobs(answer: Trajectory, text_of: Callable[[int], str]) -> Body:
-        places = places_of(answer, text_of)
+    def _logprobs(places: list[Place], offset: int = 0) -> Body:
+        """offset: characters of tokens before."""
         texts = [own[0] for own, *_ in places]
         return {
             "tokens": texts,
             "token_logprobs": [max(own[1], LEAST) for own, *_ in places],
             "top_logprobs": [{text: max(value, LEAST) for text, value in others} for _, *others in places],
-            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
         }
+
+
+def _is_said(message: Body) -> bool:
+    """Whether it has something to be shown that no model has written, and no tool."""
+    return message["role"] not in ("assistant", "tool") and bool(message.get("content"))
+
+
+def _returned(reading: Coroutine[None, None, object]) -> object:
+    """By a coroutine that waits for nothing."""
+    try:
+        reading.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("transformers' handler waits for something before it decodes")
+
+
+def usage_of(answers: Sequence[Trajectory], count: int) -> Body:
+    """count: answers of each prompt."""
+    num_prompt = sum(one.num_prompt_tokens for one in answers[::count])
+    num_new = sum(len(one.token_ids) for one in answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "completion_tokens_details": worth_of_drafts(answers),
+    }
+
+
+def error_told(kind: str, message: str) -> Body:
+    """As OpenAI's clients read it."""
+    return {"message": message, "type": kind, "param": None, "code": None}
 
 
 def worth_of_drafts(answers: list[Trajectory]) -> dict[str, int]:
@@ -239,15 +357,12 @@ def _of_prompts(made: list[Body]) -> Body:
     return {**made[0], "choices": choices, "usage": usage, "system_fingerprint": numbers}
 
 
+def _text_of(processor: object) -> Callable[[int], str]:
+    return texts_of(getattr(processor, "tokenizer", processor))
+
+
 def _entry(text: str, value: float) -> Body:
     return {"token": text, "logprob": max(value, LEAST), "bytes": bytes_of(text)}
-
-
-async def _with_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """As OpenAI ends a stream, which transformers does not."""
-    async for event in events:
-        yield event
-    yield "data: [DONE]\n\n"
 
 
 def _prompts(given: object) -> list[str | list[int]]:

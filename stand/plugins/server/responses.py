@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from types import MappingProxyType
 
 from fastapi import HTTPException
-from transformers import GenerationConfig
 from transformers.cli.serving import response as library
 
 from stand.plugins.server.asked import OF_RESPONSES, Asked, check_chat, check_fields
 from stand.plugins.server.handlers import Body, Checked, numbers_of, worth_of_drafts
-from stand.plugins.server.streams import before_stop
+from stand.plugins.server.streams import Begun, before_stop, is_cut_off
 from stand.scheduling.request import Trajectory
 
 ITEMS = ("reasoning", "function_call", "function_call_output")
@@ -49,7 +49,7 @@ class ResponseHandler(Checked, library.ResponseHandler):
             raise ValueError(
                 f"tools must be functions, got {', '.join(map(str, others))}; this server runs none by itself"
             )
-        self._check_tools(body)
+        self._check_shown(body, messages, self._normalize_tools(body.get("tools")))
 
     @staticmethod
     def _cut(made: Body, answer: Trajectory, stops: list[str]) -> Body:
@@ -62,7 +62,7 @@ class ResponseHandler(Checked, library.ResponseHandler):
         body["output"] = _shown(body["output"])
         details = body["usage"]["output_tokens_details"] | worth_of_drafts(answers)
         usage = {**body["usage"], "output_tokens_details": details}
-        status = CUT_OFF if answer.finish_reason in ("length", "time") else {}
+        status = CUT_OFF if is_cut_off(answer) else {}
         return {**body, **status, "usage": usage, "system_fingerprint": numbers_of(answers)}
 
     @staticmethod
@@ -75,13 +75,15 @@ class ResponseHandler(Checked, library.ResponseHandler):
         messages = library.ResponseHandler._normalize_input(opened)
         return messages if body.get("instructions") else messages[1:]
 
-    async def _events(self, events: AsyncIterator[str], config: GenerationConfig) -> AsyncIterator[str]:
+    async def _events(
+        self, begun: list[Begun], events: AsyncIterator[tuple[Begun, Body]], *beside: object
+    ) -> AsyncIterator[str]:
         mended = _MendedEvents()
-        async for several in events:
-            for event in several.split("\n\n")[:-1]:
-                for told in mended.next(json.loads(event.removeprefix("data: "))):
+        async with aclosing(events):
+            async for one, event in events:
+                for told in mended.next(event):
                     if told.get("response", {}).get("status") == "completed":
-                        told["response"] |= CUT_OFF if config.max_new_tokens is not None else {}  # see `set_limit`
+                        told["response"] |= CUT_OFF if is_cut_off(one.answer) else {}
                         told["type"] = f"response.{told['response']['status']}"
                     yield f"data: {json.dumps(told)}\n\n"
 

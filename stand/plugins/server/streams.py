@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import DirectStreamer, _StreamError
+from transformers.cli.serving.utils import DirectStreamer, _StreamError, response_events_to_chunks
 
+from stand.laws.logprobs import TokenLogprobs
+from stand.plugins.logprob_places import Place, places_of
 from stand.plugins.server.unread import ForgivingParser
 from stand.scheduling.request import Trajectory
+
+Event = dict[str, object]
+Show = Callable[[list[int], TokenLogprobs | None], None]
+TokenPlace = tuple[int, TokenLogprobs]  # a token and its log-probabilities
+
+ENDING = "the server must not be ending, got a request then; ask again later"
 
 
 class TokenStream:
@@ -23,19 +32,24 @@ class TokenStream:
         self._loop = loop
         self.future: Future | None = None  # of the answer
         self._lock = threading.Lock()
-        self._waiting: list[list[int]] = []
-        self._show: Callable[[list[int]], None] | None = None
+        self._waiting: list[tuple[list[int], TokenLogprobs | None]] = []
+        self._show: Show | None = None
         self._end: Callable[[Future], None] | None = None
         self._ended: Future | None = None
         self.begun: asyncio.Future = loop.create_future()  # done with the first tokens; what came instead is raised
+        self.begun.add_done_callback(lambda done: done.cancelled() or done.exception())  # few are awaited
 
-    def add(self, row: int, token_ids: list[int]) -> None:
+    def follow(self, future: Future) -> None:
+        self.future = future
+        future.add_done_callback(self.end)
+
+    def add(self, row: int, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> None:
         """Raises what showing them raises."""
         with self._lock:
             if self._show is None:
-                self._waiting.append(token_ids)
+                self._waiting.append((token_ids, logprobs))
             else:
-                self._show(token_ids)
+                self._show(token_ids, logprobs)
         self._loop.call_soon_threadsafe(self._begin, None)
 
     def end(self, future: Future) -> None:
@@ -45,11 +59,11 @@ class TokenStream:
                 self._end(future)
         self._loop.call_soon_threadsafe(self._begin, future)
 
-    def show(self, show: Callable[[list[int]], None], end: Callable[[Future], None]) -> None:
+    def show(self, show: Show, end: Callable[[Future], None]) -> None:
         """show: called with what waits, and with what comes. end: with the future of the answer, when it is done."""
         with self._lock:
-            for token_ids in self._waiting:
-                show(token_ids)
+            for told in self._waiting:
+                show(*told)
             self._show, self._end = show, end
             if self._ended is not None:
                 end(self._ended)
@@ -65,10 +79,28 @@ class TokenStream:
 
 
 class Begun:
-    """In the place of a manager: an answer that is coming."""
+    """In the place of a manager: an answer that is coming, one of those that a request has."""
 
-    def __init__(self, stream: TokenStream):
+    def __init__(self, stream: TokenStream, index: int = 0):
+        self.index = index
+        self.num_characters = 0  # of the tokens whose log-probabilities were taken
         self._stream = stream
+        self._streamer: _Streamer | None = None
+
+    @property
+    def answer(self) -> Trajectory:
+        """Once its last event has come."""
+        (answer,) = self._stream.future.result()
+        return answer
+
+    def cancel(self) -> None:
+        self._stream.future.cancel()
+
+    def taken(self, text_of: Callable[[int], str], *, is_first: bool, is_last: bool) -> list[Place]:
+        """Of the tokens whose text the next event has: the first one has none, the last one all that are left."""
+        streamer = self._streamer
+        tokens = streamer.unshown if is_last else [] if is_first else streamer.shown.popleft()
+        return [place for token, found in tokens for place in places_of([token], found, text_of)]
 
     def generate_streaming(
         self,
@@ -87,20 +119,19 @@ class Begun:
             response_parser = ForgivingParser(response_parser, tokenizer.all_special_tokens)
         stops = stop_strings(gen_config)
         beside = {"response_parser": response_parser, "stops": stops, "future": self._stream.future}
-        streamer = _Streamer(tokenizer._tokenizer, loop, queue, **beside)
+        self._streamer = streamer = _Streamer(tokenizer._tokenizer, loop, queue, **beside)
         streamer.put(inputs["input_ids"])  # the prompt, which it leaves out
 
         def end(future: Future[list[Trajectory]]) -> None:
-            failure = None if future.cancelled() else future.exception()
+            failure = ENDING if future.cancelled() else future.exception()
             if failure is None:
-                if not future.cancelled():
-                    set_limit(gen_config, future.result()[0])
+                set_limit(gen_config, future.result()[0])
                 streamer.end()
             else:
                 told = json.dumps(str(failure))[1:-1]  # transformers puts it between quotes
                 loop.call_soon_threadsafe(queue.put_nowait, _StreamError(told))
 
-        self._stream.show(lambda token_ids: streamer.put(torch.tensor(token_ids)), end)
+        self._stream.show(streamer.show, end)
         return queue, streamer
 
 
@@ -111,7 +142,16 @@ class _Streamer(DirectStreamer):
         self._stops, self._future = stops, future
         self._held = ""  # text that may be the beginning of a stop string
         self._is_over = False
+        self.unshown: list[TokenPlace] = []  # of tokens behind the last item
+        begins = [] if response_parser is None else response_events_to_chunks(response_parser.initial_events)
+        self.shown: deque[list[TokenPlace]] = deque([] for _ in begins)  # by item of the queue
         super().__init__(*told, response_parser=response_parser)
+
+    def show(self, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
+        for place, token in enumerate(token_ids):
+            if logprobs is not None:
+                self.unshown.append((token, logprobs.between(place, place + 1)))
+            self.put(torch.tensor([token]))
 
     def cancel(self) -> None:
         """Nothing more is shown of a future that is cancelled."""
@@ -121,9 +161,8 @@ class _Streamer(DirectStreamer):
         """Thoughts and calls of tools are shown as they are."""
         if type(item) is not str or not self._stops:
             held, self._held = self._held, ""
-            if held:
-                super()._enqueue(held)
-            super()._enqueue(item)
+            for one in [held, item] if held else [item]:
+                self._put(one)
         elif not self._is_over:
             text = self._held + item
             shown = before_stop(text, self._stops)
@@ -131,7 +170,34 @@ class _Streamer(DirectStreamer):
             count = 0 if self._is_over else _num_held(shown, self._stops)
             self._held = shown[len(shown) - count :]
             if len(shown) > count:
-                super()._enqueue(shown[: len(shown) - count])
+                self._put(shown[: len(shown) - count])
+
+    def _put(self, item: object) -> None:
+        if item is not None:
+            self.shown.append(self.unshown)
+            self.unshown = []
+        super()._enqueue(item)
+
+
+async def merged(streams: Sequence[tuple[Begun, AsyncIterator[str]]]) -> AsyncIterator[tuple[Begun, Event]]:
+    """The events of several answers as they come. Whoever leaves ends all that have not ended."""
+    queue: asyncio.Queue[tuple[Begun, Event] | None] = asyncio.Queue()
+
+    async def pass_on(begun: Begun, events: AsyncIterator[str]) -> None:
+        async for several in events:
+            for event in several.split("\n\n")[:-1]:
+                queue.put_nowait((begun, json.loads(event.removeprefix("data: "))))
+
+    passing = asyncio.gather(*(pass_on(*stream) for stream in streams))
+    passing.add_done_callback(lambda done: queue.put_nowait(None))
+    try:
+        while (told := await queue.get()) is not None:
+            yield told
+        await passing
+    finally:
+        passing.cancel()
+        for begun, _ in streams:
+            begun.cancel()
 
 
 def stop_strings(config: GenerationConfig) -> list[str]:
@@ -153,4 +219,8 @@ def _num_held(text: str, stops: Sequence[str]) -> int:
 
 def set_limit(config: GenerationConfig, answer: Trajectory) -> None:
     """Where transformers' handlers look whether an answer has met its limit."""
-    config.max_new_tokens = len(answer.token_ids) if answer.finish_reason in ("length", "time") else None
+    config.max_new_tokens = len(answer.token_ids) if is_cut_off(answer) else None
+
+
+def is_cut_off(answer: Trajectory) -> bool:
+    return answer.finish_reason in ("length", "time")

@@ -16,6 +16,7 @@ from stand.argument_checks import check_count, check_flags, check_positive
 from stand.forward.devices import input_device
 from stand.forward.long_factors import served_positions
 from stand.forward.model import longrope_border, text_config
+from stand.laws.named_tokens import check_named_tokens
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.texts.stop import as_strings
 
@@ -121,7 +122,7 @@ class GenerationSettings:
             resolved.do_sample, resolved.temperature = False, 1.0
         _refuse_unserved(resolved)
         _check_ranges(resolved)
-        _check_named_tokens(resolved, text_config(model).vocab_size)
+        check_named_tokens(resolved, text_config(model).vocab_size)
         if not resolved.do_sample:
             _warn_of_greedy(given, resolved.num_return_sequences)
         if not is_prepared:
@@ -346,7 +347,8 @@ def _check_ranges(config: GenerationConfig) -> None:
     SamplingParams(**{name: value for name, value in filters.items() if value is not None})
     check_positive("repetition_penalty", config.repetition_penalty, "use 1 to switch it off")
     check_positive("max_time", config.max_time, "give seconds")
-    check_flags(do_sample=config.do_sample)
+    flags = {name: getattr(config, name) for name in ("do_sample", "remove_invalid_values", "renormalize_logits")}
+    check_flags(**{name: value for name, value in flags.items() if value is not None})
     for name in ("min_length", "min_new_tokens", *NGRAMS):
         check_count(name, getattr(config, name), "0 asks for nothing", least=0)
     for name in ("typical_p", "epsilon_cutoff", "eta_cutoff"):
@@ -361,21 +363,6 @@ def _check_ranges(config: GenerationConfig) -> None:
     check_count("num_return_sequences", config.num_return_sequences, "ask for at least one row")
     check_count("max_new_tokens", config.max_new_tokens, "ask for at least one")
     check_count("max_length", config.max_length, "the prompt's tokens count")
-
-
-def _check_named_tokens(config: GenerationConfig, vocabulary_size: int) -> None:
-    """Tokens that are forced must be there: the last one of a row would fail, after all others were decoded. Those
-    that are suppressed may be absent."""
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        value = getattr(config, name)
-        tokens = value if isinstance(value, list) else [value]
-        are_ids = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
-        if value is not None and not (tokens and are_ids and min(tokens) >= 0 and max(tokens) < vocabulary_size):
-            raise ValueError(f"{name} must be a token in [0, {vocabulary_size}), got {value!r}; leave it out for none")
-    for name in ("suppress_tokens", "begin_suppress_tokens"):
-        value = getattr(config, name)
-        if isinstance(value, (list, tuple)) and bool in map(type, value):
-            raise ValueError(f"{name} must be token ids, got {value!r:.80}; give integers")
 
 
 def _end_ids(given: object) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from numbers import Real
 
 
 def check_flags(**flags: object) -> None:
@@ -24,6 +26,20 @@ def whole_number(name: str, value: object, remedy: str, *, least: int = 1) -> in
     if number < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}; {remedy}")
     return number
+
+
+def check_positive(name: str, value: object, remedy: str) -> None:
+    """ValueError for what is neither None nor a finite number above 0, booleans among it."""
+    if value is None:
+        return
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a finite number > 0, got {value!r}; {remedy}")
+
+
+def check_count(name: str, value: object, remedy: str, *, least: int = 1) -> None:
+    """ValueError for what is neither None nor Python's integer from `least` on, booleans among it."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}; {remedy}")
 
 
 def check_filters(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
-from stand.argument_checks import check_flags
+from stand.argument_checks import check_count, check_flags, check_positive
 from stand.forward.devices import input_device
 from stand.forward.long_factors import served_positions
 from stand.forward.model import longrope_border, text_config
+from stand.laws.named_tokens import check_named_tokens
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.texts.stop import as_strings
 
@@ -122,7 +122,7 @@ class GenerationSettings:
             resolved.do_sample, resolved.temperature = False, 1.0
         _refuse_unserved(resolved)
         _check_ranges(resolved)
-        _check_named_tokens(resolved, text_config(model).vocab_size)
+        check_named_tokens(resolved, text_config(model).vocab_size)
         if not resolved.do_sample:
             _warn_of_greedy(given, resolved.num_return_sequences)
         if not is_prepared:
@@ -145,41 +145,51 @@ class GenerationSettings:
     def stop_strings(self) -> tuple[str, ...]:
         return as_strings(self.config.stop_strings)
 
-    def limits(self, model: PreTrainedModel, prompts: Sequence[np.ndarray]) -> list[int]:
-        """New tokens that each prompt's rows may get: max_new_tokens, else max_length with the prompt in it, else as
-        many as the model's context allows. Raises ValueError where that is none, or more than the context holds."""
+    def limit(self, model: PreTrainedModel, length: int) -> int:
+        """New tokens that rows of a prompt of `length` tokens may get: max_new_tokens, else max_length with the prompt
+        in it, else as many as the model's context allows. Raises ValueError where that is none, or more than the
+        context holds; warns where fewer tokens are allowed than asked for at least."""
         context = served_positions(model)
         name = f"context of {context} tokens"
         if longrope_border(model) == context:
             name += " (further on its LongRoPE factors are others)"
         name += getattr(text_config(model), "context_note", "")
-        longest = max(map(len, prompts))
-        if context is not None and longest >= context:
-            raise ValueError(f"a prompt must be shorter than the model's {name}, got {longest}; shorten it")
+        if context is not None and length >= context:
+            raise ValueError(f"a prompt must be shorter than the model's {name}, got {length}; shorten it")
         most = self.config.max_new_tokens
         if most is None and self.has_max_length:
-            if longest >= self.config.max_length:
+            if length >= self.config.max_length:
                 raise ValueError(
-                    f"max_length must be above the prompt's {longest} tokens, which count, got "
+                    f"max_length must be above the prompt's {length} tokens, which count, got "
                     f"{self.config.max_length}; raise it or give max_new_tokens"
                 )
-            most = self.config.max_length - longest
-            limits = [self.config.max_length - len(prompt) for prompt in prompts]
+            most = self.config.max_length - length
         elif most is None:
             if context is None:
                 raise ValueError(
                     "max_new_tokens must be given where the model's configuration has no limit, got None; "
                     "pass max_new_tokens="
                 )
-            return [context - len(prompt) for prompt in prompts]
-        else:
-            limits = [most] * len(prompts)
-        if context is not None and longest + most > context:
+            most = context - length
+        if context is not None and length + most > context:
             raise ValueError(
-                f"prompt and new tokens must fit into the model's {name}, got {longest} + "
-                f"{most}; lower max_new_tokens to {context - longest} or leave it out"
+                f"prompt and new tokens must fit into the model's {name}, got {length} + "
+                f"{most}; lower max_new_tokens to {context - length} or leave it out"
             )
-        return limits
+        self._warn_of_least(most, length)
+        return most
+
+    def _warn_of_least(self, most: int, length: int) -> None:
+        """Where no row can be as long as it is to be, as transformers warns. End tokens stay forbidden then."""
+        name = "min_length" if self.config.min_new_tokens is None else "min_new_tokens"
+        least, counted = getattr(self.config, name) or 0, length if name == "min_length" else 0
+        if least > most + counted:
+            prompt = f" and the prompt's {length}" if counted else ""
+            warnings.warn(
+                f"{name} must be at most the {most} new tokens that a row may get{prompt}, got {least}; lower it or "
+                "raise max_new_tokens: as it is, no end token ends a row",
+                stacklevel=3,
+            )
 
     def law(self, processors: Sequence[LogitsProcessor]) -> TargetLaw:
         """What transformers would draw from with the `processors` of request 0."""
@@ -335,11 +345,12 @@ def _check_ranges(config: GenerationConfig) -> None:
     """Rules of the engine's own arguments; transformers' processors check theirs when they are made."""
     filters = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     SamplingParams(**{name: value for name, value in filters.items() if value is not None})
-    _check_positive("repetition_penalty", config.repetition_penalty, "use 1 to switch it off")
-    _check_positive("max_time", config.max_time, "give seconds")
-    check_flags(do_sample=config.do_sample)
+    check_positive("repetition_penalty", config.repetition_penalty, "use 1 to switch it off")
+    check_positive("max_time", config.max_time, "give seconds")
+    flags = {name: getattr(config, name) for name in ("do_sample", "remove_invalid_values", "renormalize_logits")}
+    check_flags(**{name: value for name, value in flags.items() if value is not None})
     for name in ("min_length", "min_new_tokens", *NGRAMS):
-        _check_count(name, getattr(config, name), "0 asks for nothing", least=0)
+        check_count(name, getattr(config, name), "0 asks for nothing", least=0)
     for name in ("typical_p", "epsilon_cutoff", "eta_cutoff"):
         value = getattr(config, name)
         if isinstance(value, Real) and not value <= 1:  # transformers leaves such out without a word
@@ -349,36 +360,9 @@ def _check_ranges(config: GenerationConfig) -> None:
             raise ValueError(
                 f"{name} must be at most {LONGEST_NGRAM}, got {getattr(config, name)}; so long an n-gram hardly repeats"
             )
-    _check_count("num_return_sequences", config.num_return_sequences, "ask for at least one row")
-    _check_count("max_new_tokens", config.max_new_tokens, "ask for at least one")
-    _check_count("max_length", config.max_length, "the prompt's tokens count")
-
-
-def _check_named_tokens(config: GenerationConfig, vocabulary_size: int) -> None:
-    """Tokens that are forced must be there: the last one of a row would fail, after all others were decoded. Those
-    that are suppressed may be absent."""
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        value = getattr(config, name)
-        tokens = value if isinstance(value, list) else [value]
-        are_ids = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
-        if value is not None and not (tokens and are_ids and min(tokens) >= 0 and max(tokens) < vocabulary_size):
-            raise ValueError(f"{name} must be a token in [0, {vocabulary_size}), got {value!r}; leave it out for none")
-    for name in ("suppress_tokens", "begin_suppress_tokens"):
-        value = getattr(config, name)
-        if isinstance(value, (list, tuple)) and bool in map(type, value):
-            raise ValueError(f"{name} must be token ids, got {value!r:.80}; give integers")
-
-
-def _check_positive(name: str, value: object, remedy: str) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a finite number > 0, got {value!r}; {remedy}")
-
-
-def _check_count(name: str, value: object, remedy: str, *, least: int = 1) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}; {remedy}")
+    check_count("num_return_sequences", config.num_return_sequences, "ask for at least one row")
+    check_count("max_new_tokens", config.max_new_tokens, "ask for at least one")
+    check_count("max_length", config.max_length, "the prompt's tokens count")
 
 
 def _end_ids(given: object) -> tuple[int, ...]:

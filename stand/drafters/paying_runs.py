@@ -54,7 +54,8 @@ class PayingRuns:
     def laws(self, request: DraftRequest, plan: Planner, ask: Ask) -> OutsideLaws | None:
         """Those of as many runs as pay; None where there is none."""
         laws, planned, run = None, plan(None), 0
-        while self.pays(run, is_seeded=request.is_seeded):
+        kind = {"is_seeded": request.is_seeded, "is_learning": request.is_learning}
+        while self.pays(run, **kind):
             begun = time.perf_counter()
             more = ask(run, planned)
             if more is None:
@@ -68,14 +69,15 @@ class PayingRuns:
             self.end_step(run)
         return laws
 
-    def pays(self, run: int, *, is_seeded: bool) -> bool:
+    def pays(self, run: int, *, is_seeded: bool, is_learning: bool = True) -> bool:
         """Whether this run of a step is to be made, all before it having been made.
 
-        is_seeded: nothing that differs from run to run may matter.
+        is_seeded: nothing that differs from run to run may matter. is_learning: else nothing is judged anew, so what
+        did not pay is not made again.
         """
         if run >= self.most or (run > 0 and not self._is_worth_it(run - 1, is_seeded)):
             return False
-        is_tried = self._gains[run].count < FIRST_TRIES or self._left_out[run] >= RETRY
+        is_tried = self._gains[run].count < FIRST_TRIES or is_learning and self._left_out[run] >= RETRY
         return is_tried or self._is_worth_it(run, is_seeded)
 
     def record_step(self, seconds: float) -> None:

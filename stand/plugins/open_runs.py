@@ -131,6 +131,13 @@ class OpenRuns:
 
 
 def _frozen(value: object) -> object:
-    if isinstance(value, (str, int, float)):
-        return value
-    return tuple(value) if isinstance(value, (list, tuple)) else value.to_json_string()  # of a `GenerationConfig`
+    """What tells settings apart, to be found again; True is not 1, which few settings may be."""
+    if isinstance(value, bool):
+        return bool, value
+    if isinstance(value, Mapping):
+        return dict, *((_frozen(name), _frozen(each)) for name, each in value.items())
+    if isinstance(value, (list, tuple, set)):
+        return tuple(map(_frozen, value))
+    if hasattr(value, "tolist"):  # of an array or a tensor
+        return _frozen(value.tolist())
+    return value.to_json_string() if hasattr(value, "to_json_string") else value  # of a `GenerationConfig`

@@ -163,7 +163,7 @@ class JobReader:
     ) -> Job:
         """settings and stop: default the call's."""
         settings, token_ids = self.settings if settings is None else settings, prompt.token_ids
-        limit = settings.limits(self._model, [token_ids])[0]
+        limit = settings.limit(self._model, len(token_ids))
         media = self._media(prompt)
         processors = settings.processors(self._model, token_ids, limit, own=self._processors, **self._more)
         number = self._num_jobs

@@ -46,7 +46,8 @@ class Run(Iterator[Trajectory]):
 
     def cancel(self, id: object) -> None:
         """End the rows of the requests with this id that were read so far: behind the step that runs, and without
-        trajectories of rows that have not ended by then. A vote is decided, or a branch is given up."""
+        trajectories of rows that have not ended by then. A vote is decided, or a branch is given up. Warns where none
+        of them ever had this id."""
         self._call.scheduler.cancel(id)
 
     @property

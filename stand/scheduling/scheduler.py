@@ -3,6 +3,7 @@ where memory runs out. No model, no clock."""
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Scheduler:
         self._num_left: dict[int, int] = {}  # by request: rows that have not ended
         self._open: dict[int, Job] = {}  # the requests that have such rows
         self._cancelled: deque[int] = deque()  # numbers of requests whose rows are to end
+        self._ids: set[int | None] = set()  # that requests had which were read, by their hashes
         self._is_over = False  # no further request is read
         self._failure: Exception | None = None  # of the request that would be next
         self.num_places: int | None = None  # set when the first rows have entered: no more are live at once. Set anew
@@ -88,6 +90,8 @@ class Scheduler:
             self._next = next(self._waiting, None)
         if self._next is None and not self._is_over and (job := self._next_job()) is not None:
             self._open[job.number], self._num_left[job.number] = job, len(job.rows)
+            if self._arrivals is None:
+                self._ids.add(_hash_of(job.id))
             word = prompt_word(job.prompt, job.shown)
             shared = {"problem": job.problem, "request": job.number, "prompt_word": word, "media": job.media}
             self._waiting = (Row(index, job.prompt, job.limit, **shared) for index in job.rows)
@@ -153,8 +157,15 @@ class Scheduler:
         return self._open[row.request]
 
     def cancel(self, id: object) -> None:
-        """The rows of requests with this id are to end, as far as they were read. From any thread."""
+        """The rows of requests with this id are to end, as far as they were read; warns where none had it. From any
+        thread."""
         self._cancelled.extend(job.number for job in list(self._open.values()) if _is(job.id, id))
+        if _hash_of(id) not in self._ids:
+            warnings.warn(
+                f"an id to cancel must be that of a request that was read so far, got {id!r:.80}; nothing ends by it: "
+                "pass a request's id, or leave later requests out where they are made",
+                stacklevel=3,
+            )
 
     @property
     def has_news(self) -> bool:
@@ -297,6 +308,14 @@ class Scheduler:
     def _parts(self, row: Row) -> bool:
         """Whether `row` lies on the other side of the border than those that are live."""
         return lies_beyond(row, self._border) != self._is_beyond
+
+
+def _hash_of(id: object) -> int | None:
+    """None of what has none, as lists and arrays."""
+    try:
+        return hash(id)
+    except TypeError:
+        return None
 
 
 def _is(id: object, other: object) -> bool:

@@ -1,6 +1,7 @@
 """Requests of a run whose rows nobody needs any more."""
 
 import gc
+import warnings
 
 import numpy as np
 import pytest
@@ -47,6 +48,7 @@ def test_rows_that_nobody_needs_end_and_the_others_are_as_they_were(max_rows, nu
         assert len(found) < 12
 
 
+@pytest.mark.filterwarnings("ignore:an id to cancel")
 @pytest.mark.parametrize("at_step", [1, 2, 7])
 def test_requests_are_cancelled_after_any_step(at_step):
     """The one whose rows run, and the one that waits with others of its rows; what is read later is not meant."""
@@ -69,6 +71,7 @@ def test_requests_are_cancelled_after_any_step(at_step):
     }
 
 
+@pytest.mark.filterwarnings("ignore:an id to cancel")
 def test_all_may_be_cancelled_and_an_id_may_be_anything():
     for id in (None, [1], 2.0):
         run = engine_of().run([stand.Request([7], id=id)], on_step=lambda run, id=id: run.cancel(id), **SETTINGS)
@@ -79,8 +82,22 @@ def test_all_may_be_cancelled_and_an_id_may_be_anything():
         run = engine_of().run(others, on_step=lambda run, id=id: run.cancel(id), **{**SETTINGS, "stop_token_ids": []})
         found = sorted((one.row, one.id) for one in run)
         assert all(one is other for (_, one), other in zip(found, kept, strict=True))
+
+
+def test_ids_that_no_request_had_are_told():
+    """Those of requests that have ended are none of them; those of requests that come later are."""
     run = engine_of().run([], **SETTINGS)
-    run.cancel("a")
+    with pytest.warns(UserWarning, match="must be that of a request that was read so far, got 'a'; nothing ends by it"):
+        run.cancel("a")
+    assert list(run) == []
+    run = engine_of().run([stand.Request([5], id="a"), stand.Request([7], id=2)], max_rows=1, **SETTINGS)
+    next(run)
+    with warnings.catch_warnings(action="error"):
+        run.cancel("a")
+        run.cancel(2.0)
+    for id in ([2], "b", None):
+        with pytest.warns(UserWarning, match="read so far"):
+            run.cancel(id)
     assert list(run) == []
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -337,6 +338,24 @@ def test_offsets_that_lead_to_a_token_twice_are_refused(tmp_path):
     tensors["d2t"][1] = tensors["d2t"][0] - 1
     with pytest.raises(ValueError, match="d2t must lead to distinct tokens, got some twice; fetch"):
         Eagle3Head.load(deep_target(), written(tmp_path, tensors, CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "message"),
+    [
+        (4, 8, "t2d must be true at the tokens that d2t leads to, got 9 true and 8 tokens .*; fetch"),
+        (KNOWN[0], 8, "t2d must be true .*, got 7 true"),
+        (None, 9, "draft_vocab_size of config.json must be the number .* d2t leads to, 8, got 9; fetch all files"),
+        (None, None, None),
+    ],
+)
+def test_tables_of_a_checkpoint_that_contradict_each_other_are_refused(place, size, message, tmp_path):
+    tensors = published()
+    if place is not None:
+        tensors["t2d"][place] ^= True
+    folder = written(tmp_path, tensors, CONFIG | {"draft_vocab_size": size})
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        assert Eagle3Head.load(deep_target(), folder).vocabulary.tolist() == KNOWN
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,15 @@ def test_defaults_are_those_of_transformers():
         ({"sequence_bias": [[]]}, r"got .*sequence_bias=\[\[\]\].* and from them IndexError: .*; see"),
         ({"watermarking_config": {"a": 1}}, "arguments of transformers' WatermarkingConfig, got .'a': 1. and from it"),
         ({"suppress_tokens": [True, False]}, r"suppress_tokens must be token ids, got \[True, False\]; give integers"),
+        ({"suppress_tokens": [2.5]}, r"suppress_tokens must be token ids, got \[2.5\]"),
+        ({"begin_suppress_tokens": [[3]]}, r"begin_suppress_tokens must be token ids, got \[\[3\]\]"),
+        ({"bad_words_ids": [[3], [True]]}, r"bad_words_ids must hold lists of tokens in \[0, 61\), got \[True\] among"),
+        ({"bad_words_ids": [[3, 61]]}, r"bad_words_ids must hold .*, got \[3, 61\] among them; give integers that"),
+        ({"sequence_bias": {(3,): 1.0, (4, 99): 1.0}}, r"sequence_bias must hold .*, got \(4, 99\) among them"),
+        ({"sequence_bias": [[[61], 1.0]]}, r"sequence_bias must hold .*, got \[61\] among them"),
+        ({"pad_token_id": [1, 2]}, r"pad_token_id must be one token, got \[1, 2\]; give an integer"),
+        ({"renormalize_logits": "false"}, "renormalize_logits must be True or False, got 'false'"),
+        ({"remove_invalid_values": 0.5}, "remove_invalid_values must be True or False, got 0.5"),
         ({"suppress_tokens": 5}, "got .*suppress_tokens=5.* and from them TypeError: .*; see"),
         ({"pad_token_id": "x"}, "got .*pad_token_id=.x.,.* and from them TypeError: .*; see"),
     ],
@@ -349,6 +358,7 @@ def test_settings_of_sampling_without_sampling_are_told(asked, rule):
     [
         ({"max_new_tokens": 9}, {"max_length": 7}, "max_length has no effect beside max_new_tokens, which is 9, got"),
         ({"max_new_tokens": 9}, {"generation_config": GenerationConfig(max_length=7)}, "max_length has no effect"),
+        ({}, {"max_length": 7, "max_new_tokens": 9}, "max_length has no effect beside max_new_tokens, which is 9, got"),
         ({}, {"min_length": 7, "min_new_tokens": 2}, "min_length has no effect beside min_new_tokens, which is 2"),
         ({"max_length": 7}, {"max_new_tokens": 9}, None),  # the model's own, overruled on purpose
         ({}, {"max_length": 7}, None),
@@ -361,6 +371,35 @@ def test_lengths_that_are_overruled_are_told(own, asked, told, monkeypatch):
         engine().generate(input_ids=PROMPT, **asked)
     seen = [str(one.message) for one in seen if "no effect" in str(one.message)]
     assert (told is None and not seen) or re.search(told, seen[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (
+            {"min_new_tokens": 4, "max_new_tokens": 3},
+            "min_new_tokens must be at most the 3 new tokens .* may get, got 4",
+        ),
+        ({"min_length": 10, "max_new_tokens": 3}, "at most the 3 new tokens .* and the prompt's 6, got 10; lower it"),
+        ({"min_new_tokens": 5, "max_length": 10}, "min_new_tokens must be at most the 4 new tokens"),
+        ({"min_length": 10, "max_length": 9}, "min_length must be at most the 3 new tokens"),
+        ({"min_length": 9, "max_new_tokens": 3}, None),
+        ({"min_length": 99, "min_new_tokens": 3, "max_new_tokens": 3}, None),
+    ],
+)
+def test_lengths_that_no_row_can_have_are_told(asked, told):
+    """And no end token ends a row, as in transformers. Of a run, the request's own lengths count."""
+    ends = [*range(20, 50)]
+    with pytest.warns() as seen:
+        warnings.warn("one at least", stacklevel=1)
+        output = engine().generate(input_ids=PROMPT, stop_token_ids=ends, **asked)
+        list(engine().run([stand.Request(PROMPT, max_new_tokens=2)], **{**asked, "max_new_tokens": 9}))
+    seen = [str(one.message) for one in seen if "must be at most" in str(one.message)]
+    assert (told is None and len(seen) == 1) or (len(seen) == 2 and re.search(told, seen[0]))
+    config = GenerationConfig(eos_token_id=ends, **asked)
+    with warnings.catch_warnings(action="ignore"):
+        expected = tiny_model("qwen2").generate(torch.tensor([PROMPT]), generation_config=config)
+    assert output.token_ids[0] == expected[0, len(PROMPT) :].tolist()
 
 
 def test_limits_count_each_prompt_by_itself():

@@ -133,6 +133,22 @@ def test_an_untrained_head_is_seldom_run():
     assert always.num_runs == always.num_steps
 
 
+@pytest.mark.parametrize("left_out", [0, RETRY])
+def test_where_nothing_is_learned_a_head_that_has_not_paid_neither_runs_nor_holds_rows(left_out, monkeypatch):
+    """What it would hold grows with the text, and nobody ever asks for it. Greedy tokens stay."""
+    source = untrained("head")
+    engine, settings = engine_with(source), {"input_ids": PROMPTS, "max_new_tokens": 40, "stop_token_ids": []}
+    for _ in range(FIRST_TRIES):
+        source._paying.record_gain(0, 1.0, 1.0)
+    source._paying._left_out[0] = left_out
+    monkeypatch.setattr(source.head, "forward", None)
+    output = engine.generate(**settings, learn=False)
+    assert source._rows._fresh == [] and source._rows._prompts == {}
+    assert output.token_ids == engine.generate(**settings, draft=False).token_ids
+    monkeypatch.undo()
+    assert engine.generate(**settings).token_ids == output.token_ids  # which learns, and so tries it again
+
+
 @pytest.mark.parametrize("source", ["head", "streams"])
 def test_a_seed_repeats_a_call_whatever_runs_take(monkeypatch, source):
     outputs = []

@@ -325,7 +325,7 @@ def test_laws_are_those_of_the_rows_that_have_some(monkeypatch):
 def test_a_step_without_a_run_counts_as_one_without(pays, monkeypatch):
     source, ended = stand.StreamLaws(random_streams(tiny_model("llama"))), []
     engine = stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=8, source=source))
-    monkeypatch.setattr(type(source._paying), "pays", lambda self, run, *, is_seeded: pays)
+    monkeypatch.setattr(type(source._paying), "pays", lambda self, run, **kind: pays)
     monkeypatch.setattr(type(source._paying), "end_step", lambda self, num_runs: ended.append(num_runs))
     engine.generate(input_ids=[[5, 9]], max_new_tokens=6, temperature=1.0, seed=1)
     assert set(ended) == {int(pays)}

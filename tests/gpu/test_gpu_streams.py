@@ -193,7 +193,7 @@ def test_streams_that_do_not_pay_are_not_run(monkeypatch):
     source = stand.StreamLaws(random_streams(model))
     engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=12, source=source), backend="triton", fuse=False)
     monkeypatch.setattr(Tails, "guesses", None)
-    monkeypatch.setattr(type(source._paying), "pays", lambda self, run, is_seeded: False)
+    monkeypatch.setattr(type(source._paying), "pays", lambda self, run, **kind: False)
     source.rider.is_idle = True
     assert engine.generate(input_ids=PROMPTS, **SETTINGS).stats.num_steps > 5
 

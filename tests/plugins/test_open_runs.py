@@ -3,7 +3,9 @@
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import numpy as np
 import pytest
+import torch
 from tiny_models import tiny_model
 
 import stand
@@ -82,6 +84,32 @@ def test_settings_tell_runs_apart_and_what_a_request_has_does_not():
     assert len(runs._runs) == 3
     runs.submit([5, 6], law, processors=list, of_processors="other").result(60)
     assert len(runs._runs) == 4
+    runs.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"bad_words_ids": [[3, 4]]}, {"bad_words_ids": [[3], [4]]}),
+        ({"sequence_bias": {(3,): 1.0}}, {"sequence_bias": {(3,): 2.0}}),
+        ({"suppress_tokens": np.array([3, 4])}, {"suppress_tokens": torch.tensor([3])}),
+        ({"draft": True}, {"draft": False}),
+    ],
+)
+def test_settings_of_any_form_tell_runs_apart(one, other):
+    engine = stand.wrap(tiny_model("llama"))
+    runs = OpenRuns(engine, num_rows=1)
+    for settings in (one, other, one):
+        runs.submit([5, 9], {"max_new_tokens": 2, **settings}).result(60)
+    assert len(runs._runs) == 2
+    runs.close()
+
+
+def test_what_is_equal_and_yet_no_value_is_refused_beside_a_run_too():
+    runs = OpenRuns(stand.wrap(tiny_model("llama")), num_rows=1)
+    runs.submit([5, 9], {"max_new_tokens": 2, "draft": True}).result(60)
+    with pytest.raises(ValueError, match="draft must be True or False, got 1"):
+        runs.submit([5, 9], {"max_new_tokens": 2, "draft": 1})
     runs.close()
 
 

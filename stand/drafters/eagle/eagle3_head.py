@@ -84,8 +84,10 @@ class Eagle3Head(FeatureHead):
         settings = Eagle3Settings.read(folder, target)
         found = read_tensors(Path(path), WEIGHT_FILES)
         tensors = {name.removeprefix("model.").replace("midlayer.", "layers.0."): found[name] for name in found}
-        offsets, _ = tensors.pop(OFFSETS, None), tensors.pop(KNOWN, None)
-        vocabulary = None if offsets is None else _tokens_of(offsets, target.get_input_embeddings().weight.shape[0])
+        offsets, known = tensors.pop(OFFSETS, None), tensors.pop(KNOWN, None)
+        size = target.get_input_embeddings().weight.shape[0]
+        vocabulary = None if offsets is None else _tokens_of(offsets, size)
+        _check_known(vocabulary, known, settings.draft_vocab_size, size)
         head = cls(target, settings, vocabulary=vocabulary)
         head._take({name: value for name, value in tensors.items() if name not in OF_THE_TARGET})
         return head.eval()
@@ -223,6 +225,22 @@ def _tokens_of(offsets: torch.Tensor, size: int) -> torch.Tensor:
     if len(tokens.unique()) < len(tokens):
         raise ValueError(f"{OFFSETS} must lead to distinct tokens, got some twice; fetch the checkpoint again")
     return tokens
+
+
+def _check_known(vocabulary: torch.Tensor | None, known: torch.Tensor | None, count: int | None, size: int) -> None:
+    """Raise ValueError where `known`, or the `count` of the configuration, tells of other tokens than `vocabulary`,
+    which is all of `size` where it is None."""
+    tokens = torch.arange(size) if vocabulary is None else vocabulary
+    if known is not None and not torch.equal(known.reshape(-1).nonzero()[:, 0], tokens.sort().values):
+        raise ValueError(
+            f"{KNOWN} must be true at the tokens that {OFFSETS} leads to, got {int(known.count_nonzero())} true and "
+            f"{len(tokens)} tokens that are not the same; fetch the checkpoint again"
+        )
+    if vocabulary is not None and count not in (None, len(tokens)):
+        raise ValueError(
+            f"draft_vocab_size of {CONFIG_FILE} must be the number of tokens that {OFFSETS} leads to, {len(tokens)}, "
+            f"got {count!r}; fetch all files of the checkpoint again"
+        )
 
 
 def _norm_like(layer: nn.Module, size: int) -> nn.Module:

@@ -29,6 +29,7 @@ class Eagle3Settings:
     feature_layers: the target's decoder layers whose inputs it reads.
     norm_before_residual: the first layer goes on from the normed feature. norm_before_fc: one norm over the features
     side by side; fc_norm: one norm for each. norm_output: the final norm's output is the estimated feature.
+    draft_vocab_size: tokens that the head guesses, as a checkpoint says.
     """
 
     config: PretrainedConfig  # of its layers
@@ -37,6 +38,7 @@ class Eagle3Settings:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    draft_vocab_size: int | None = None
 
     @classmethod
     def for_target(cls, target: PreTrainedModel) -> Eagle3Settings:
@@ -88,7 +90,8 @@ class Eagle3Settings:
                 f"an EAGLE-3 head must rotate by frequencies that stay the same, got {rope!r}; take another head"
             )
         found = _layers_read(given, nested, target)
-        return cls(config, found, **{name: bool(given.get(name)) for name in NORMS})
+        norms = {name: bool(given.get(name)) for name in NORMS}
+        return cls(config, found, **norms, draft_vocab_size=given.get("draft_vocab_size"))
 
     def as_json(self, target: PreTrainedModel, num_guessed: int) -> dict[str, object]:
         """What `read` reads, and what vLLM and SGLang ask for."""

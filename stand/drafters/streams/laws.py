@@ -66,7 +66,8 @@ class StreamLaws(LawSource):
         if laws is not None and request.is_learning:
             paying.record_run(0, self.rider.last_seconds)
             paying.record_gain(0, expected_tokens(plan(None)), expected_tokens(plan(laws)))
-        self.rider.is_idle = not paying.pays(0, is_seeded=request.is_seeded)
+        kind = {"is_seeded": request.is_seeded, "is_learning": request.is_learning}
+        self.rider.is_idle = not paying.pays(0, **kind)
         if request.is_learning:
             paying.end_step(0 if self.rider.is_idle else 1)
         return laws

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from stand.argument_checks import check_count
 from stand.engine import Engine
 from stand.forward.cache.cache_argument import CACHE_ARGUMENTS
 from stand.forward.ranks import synced
@@ -153,6 +154,7 @@ def stand_generate(
         )
     streamer = _streamer(stand_streamer)
     mask = model_kwargs.get("attention_mask")
+    check_count("num_return_sequences", generation_config.num_return_sequences, "ask for at least one row")
     num_rows, width = input_ids.shape
     num_samples = generation_config.num_return_sequences or 1
     processors = _own_processors(model, input_ids, logits_processor, generation_config, model_kwargs)
@@ -379,6 +381,8 @@ def _for_single_rows(config: GenerationConfig, width: int, processors: list) -> 
     is_replaced = any(type(processor) is MinLengthLogitsProcessor for processor in processors)
     if least > (config.min_new_tokens or 0) and not is_replaced:
         config.min_new_tokens = least
+    if isinstance(config.min_new_tokens, int) and config.min_new_tokens > config.max_new_tokens:  # it has warned of it
+        config.min_new_tokens = config.max_new_tokens
     return config
 
 

@@ -201,6 +201,24 @@ def test_an_explicit_none_switches_the_models_own_setting_off(name, own):
     assert off.tolist() != on.tolist() or name == "min_length"  # the padding uses it up
 
 
+@pytest.mark.parametrize("least", ["min_new_tokens", "min_length"])
+def test_a_least_length_that_no_row_can_have_is_told_by_transformers_alone(least):
+    settings = {**PADDED, least: 30, "max_new_tokens": 9, "do_sample": False, "eos_token_id": ENDS}
+    rows, messages = [], []
+    for drafted in ({}, {"custom_generate": stand_generate}):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            rows.append(tiny_model("llama").generate(**settings, **drafted).tolist())
+        messages.append([str(one.message) for one in told if least in str(one.message)])
+    assert rows[0] == rows[1] and messages[0] == messages[1] != []
+
+
+@pytest.mark.parametrize("count", [0.5, True])
+def test_a_number_of_rows_that_is_none_is_refused_by_name(count):
+    with pytest.raises(ValueError, match="num_return_sequences must be an integer >= 1, got .*;"):
+        tiny_model("llama").generate(**PADDED, num_return_sequences=count, custom_generate=stand_generate)
+
+
 def test_an_explicit_none_switches_the_default_top_k_off():
     model = copy.deepcopy(tiny_model("llama"))
     with torch.no_grad():

@@ -25,6 +25,7 @@ from torch import distributed
 
 import stand
 from stand.backend import way_of_steps
+from stand.forward import ranks as ranks_of_forwards
 from stand.forward.devices import is_sharded, off_one_device
 from stand.forward.ranks import synced
 
@@ -135,6 +136,27 @@ def test_drafters_that_read_weights_or_states_are_refused():
     needy.requires_features = True
     with pytest.raises(ValueError, match="drafters of a model of several processes must do without its hidden states"):
         stand.wrap(sharded(), drafter=needy)
+
+
+def test_ranks_are_told_before_weights_are_brought(monkeypatch):
+    """Collectives come in one order on all ranks. Who is done goes on for as long as another rank is at work, and what
+    brings weights first comes to it outside of inference mode."""
+    seen, left = [], [True, True, False]
+
+    def told(model: torch.nn.Module, is_own: bool) -> bool:
+        seen.append("at work" if is_own else "done")
+        return is_own or left.pop(0)
+
+    monkeypatch.setattr(ranks_of_forwards, "_is_any_at_work", told)
+    model = copy.deepcopy(tiny_model("llama"))
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.is_inference_mode_enabled()))
+    with torch.inference_mode(), ranks_of_forwards.forwards_together(model):
+        model(input_ids=torch.tensor([[5]]))
+    assert seen == ["at work", False, "at work", True, "done", False, "done", False, "done"]
+    with pytest.raises(KeyError), ranks_of_forwards.forwards_together(model):
+        left.append(False)
+        raise KeyError
+    assert seen[-3:] == ["at work", False, "done"] and len(model._forward_pre_hooks) == 1
 
 
 def test_synced_gpus_needs_ranks():

@@ -7,9 +7,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import sharded_at_work
 import torch
-from free_port import free_port
 from sharded_at_work import GREEDY, NEW_TOKENS, PROMPTS
 from shared_results import found_once
+from started_ranks import run_two_ranks
 from tiny_models import tiny_model
 from torch import distributed
 
@@ -32,8 +29,6 @@ from stand.forward.ranks import synced
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
 
-SECONDS = 240  # ranks that go apart would wait for ever
-
 
 @pytest.fixture(scope="module", params=["fsdp1", "fsdp2", "zero3"])
 def ranks(request, tmp_path_factory) -> list[dict]:
@@ -45,25 +40,7 @@ def ranks(request, tmp_path_factory) -> list[dict]:
 
 
 def answers_of_ranks(kind: str, folder: Path) -> list[dict]:
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    searched = os.pathsep.join([str(Path(sharded_at_work.__file__).parent), *filter(None, sys.path)])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, sharded_at_work.__file__, kind, str(folder)],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": searched},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+    run_two_ranks(sharded_at_work.__file__, kind, str(folder))
     return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
 
 

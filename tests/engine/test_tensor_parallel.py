@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks_at_work
 import torch
-from free_port import free_port
 from ranks_at_work import BUDGETS, GREEDY, PROMPTS, SAMPLED, engine_of, loaded
 from recurrent_models import RECURRENT, recurrent_model
 from shared_results import found_once
+from started_ranks import run_two_ranks
 from tiny_models import CONFIGS, tiny_model
 from torch import distributed
 from transformers import AutoModelForCausalLM
@@ -27,7 +24,6 @@ if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
 
 FAMILIES = ("llama", "gemma2", "qwen3_moe", "qwen3_5", "bamba")
-SECONDS = 240
 EVEN_VOCABULARY = 64  # transformers 5.16 shares no others
 
 
@@ -55,25 +51,7 @@ def ranks(folder, tmp_path_factory) -> list[dict]:
 
 
 def answers_of_ranks(folder: Path) -> list[dict]:
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    searched = os.pathsep.join([str(Path(ranks_at_work.__file__).parent), *filter(None, sys.path)])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ranks_at_work.__file__, str(folder)],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": searched},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+    run_two_ranks(ranks_at_work.__file__, str(folder))
     return [json.loads((folder / f"answers-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,4 +1,6 @@
-"""Work that fails after a while, to be put in the place of what works."""
+"""Work that fails after a while, to be put in the place of what works, and what work fails by."""
+
+from collections.abc import Callable
 
 
 def failing_after(count, work, error, *, times=10**6):
@@ -12,3 +14,12 @@ def failing_after(count, work, error, *, times=10**6):
         return work(*arguments, **options)
 
     return call
+
+
+def failure_of(work: Callable[[], object]) -> str:
+    """Kind and message; empty where it does not fail."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import torch
+from failures import failure_of
 from torch import distributed
 from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria
@@ -87,14 +87,6 @@ def loaded(folder: Path, **settings: object) -> PreTrainedModel:
 
 def engine_of(model: PreTrainedModel, rank: int, **settings: object) -> stand.Engine:
     return stand.wrap(model, drafter=Watched(budget=BUDGETS[rank]), **settings)
-
-
-def failure_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def decoded(folder: Path, rank: int) -> dict[str, object]:

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from failures import failure_of
 from tiny_models import tiny_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,14 +81,6 @@ def train(model: nn.Module, steps: int) -> list[float]:
         losses.append(float(loss))
     model.eval()
     return losses
-
-
-def failure_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def answers_of(kind: str, rank: int) -> dict[str, object]:

@@ -169,7 +169,7 @@ class Model:
     def __init__(self) -> None:
         self.config = tiny_model("llama").config
         self.get_memory_footprint = tiny_model("llama").get_memory_footprint
-        self.parameters = tiny_model("llama").parameters
+        self.parameters, self.modules = tiny_model("llama").parameters, tiny_model("llama").modules
 
 
 @pytest.fixture

@@ -197,7 +197,12 @@ TARGETS = (
     Target(
         "devices",
         ("stand/forward/devices.py", "stand/forward/cache/key_shape.py"),
-        _tests("engine", "devices", "key_shape"),
+        (
+            *_tests("engine", "devices", "key_shape"),
+            "tests/engine/test_sharded_ranks.py::test_shards_in_one_process_are_served_without_fusion",
+            "tests/engine/test_sharded_ranks.py::test_steps_of_shards_are_timed_by_themselves",
+            "tests/engine/test_sharded_ranks.py::test_synced_gpus_needs_ranks",
+        ),
     ),
     Target(
         "drafts",

@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import json
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from shared_results import found_once
 from started_ranks import run_two_ranks
 from tiny_models import tiny_model
 from torch import distributed
+from transformers import DistributedConfig
 
 import stand
 from stand.backend import way_of_steps
@@ -30,11 +32,13 @@ if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
 
 
-@pytest.fixture(scope="module", params=["fsdp1", "fsdp2", "zero3"])
+@pytest.fixture(scope="module", params=["fsdp1", "fsdp2", "transformers", "zero3"])
 def ranks(request, tmp_path_factory) -> list[dict]:
     """The answers of both ranks."""
     if request.param == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed")
+    if request.param == "transformers" and "fsdp_size" not in signature(DistributedConfig).parameters:
+        pytest.skip("needs a transformers that shards by itself")
     find = partial(answers_of_ranks, request.param, tmp_path_factory.mktemp("answers"))
     return found_once(tmp_path_factory, f"shards-{request.param}", find)
 

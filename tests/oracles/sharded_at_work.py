@@ -2,13 +2,12 @@
 
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python sharded_at_work.py fsdp2 FOLDER
 
-The first argument says who shards: fsdp1, fsdp2 or zero3 (which needs DeepSpeed). Answers are written to the folder,
-one file per rank: `fsdp2-0.json`.
+The first argument says who shards: fsdp1, fsdp2, transformers (its own FSDP 2) or zero3 (which needs DeepSpeed).
+Answers are written to the folder, one file per rank: `fsdp2-0.json`.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
 
 from stand.plugins.generate import draft_always, engine_of, stand_generate
 
@@ -38,31 +37,46 @@ ZERO_3 = {
 }
 
 
-def with_fsdp1(model: PreTrainedModel) -> tuple[nn.Module, Callable]:
+Sharded = tuple[PreTrainedModel, nn.Module, Callable]  # what generates, what is trained, and what is around rollouts
+
+
+def loaded(saved: Path, **settings: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, **settings).eval()
+
+
+def with_fsdp1(saved: Path) -> Sharded:
+    model = loaded(saved)
     wrapped = ModuleWrapPolicy({type(model.get_decoder().layers[0])})
     trained = FullyShardedDataParallel(
         model, auto_wrap_policy=wrapped, use_orig_params=True, device_id=torch.device("cpu")
     )
-    return trained, lambda: FullyShardedDataParallel.summon_full_params(trained, recurse=False)  # as TRL does
+    return model, trained, lambda: FullyShardedDataParallel.summon_full_params(trained, recurse=False)  # as TRL does
 
 
-def with_fsdp2(model: PreTrainedModel) -> tuple[nn.Module, Callable]:
+def with_fsdp2(saved: Path) -> Sharded:
+    model = loaded(saved)
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh), nullcontext
+    return model, fully_shard(model, mesh=mesh), nullcontext
 
 
-def with_zero3(model: PreTrainedModel) -> tuple[nn.Module, Callable]:
+def with_transformers(saved: Path) -> Sharded:
+    model = loaded(saved, distributed_config=DistributedConfig(fsdp_size=2))
+    return model, model, nullcontext
+
+
+def with_zero3(saved: Path) -> Sharded:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
     with_zero3.kept = HfDeepSpeedConfig(ZERO_3)  # transformers asks for a live one
+    model = loaded(saved)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return deepspeed.initialize(model=model, config=ZERO_3, optimizer=optimizer)[0], nullcontext
+    return model, deepspeed.initialize(model=model, config=ZERO_3, optimizer=optimizer)[0], nullcontext
 
 
-SHARDED = {"fsdp1": with_fsdp1, "fsdp2": with_fsdp2, "zero3": with_zero3}
+SHARDED = {"fsdp1": with_fsdp1, "fsdp2": with_fsdp2, "transformers": with_transformers, "zero3": with_zero3}
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
@@ -83,9 +97,8 @@ def train(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-def answers_of(kind: str, rank: int) -> dict[str, object]:
-    model = copy.deepcopy(tiny_model("llama")).eval()
-    trained, whole = SHARDED[kind](model)
+def answers_of(kind: str, rank: int, saved: Path) -> dict[str, object]:
+    model, trained, whole = SHARDED[kind](saved)
     prompts = torch.tensor(PROMPTS[rank])
     asked = {**GREEDY, "max_new_tokens": NEW_TOKENS[rank]}
     with torch.no_grad(), whole():
@@ -114,7 +127,7 @@ def answers_of(kind: str, rank: int) -> dict[str, object]:
         "always": always,
         "plain": plain,
         "losses": losses,
-        "plain losses": plain_losses(kind, prompts, asked),
+        "plain losses": plain_losses(kind, saved, prompts, asked),
         "engine": [engine.backend.name, engine.backend.reason, engine.backend.fusion is None],
     }
 
@@ -125,11 +138,10 @@ def fails_late(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Te
     return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def plain_losses(kind: str, prompts: torch.Tensor, asked: dict[str, object]) -> list[float]:
+def plain_losses(kind: str, saved: Path, prompts: torch.Tensor, asked: dict[str, object]) -> list[float]:
     """Of another model behind rollouts by transformers alone: FSDP 2 trains otherwise behind a forward without
     gradients than behind none."""
-    model = copy.deepcopy(tiny_model("llama")).eval()
-    trained, whole = SHARDED[kind](model)
+    model, trained, whole = SHARDED[kind](saved)
     with torch.no_grad(), whole():
         model.generate(prompts, **asked, synced_gpus=True)
     return train(trained, 2)
@@ -137,9 +149,11 @@ def plain_losses(kind: str, prompts: torch.Tensor, asked: dict[str, object]) -> 
 
 def main(kind: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    (folder / f"{kind}-{rank}.json").write_text(json.dumps(answers_of(kind, rank)))
+    saved = folder / f"whole-{rank}"
+    tiny_model("llama").save_pretrained(saved)  # before there is a group, in which one rank alone would save
+    distributed.init_process_group("gloo")
+    (folder / f"{kind}-{rank}.json").write_text(json.dumps(answers_of(kind, rank, saved)))
     distributed.destroy_process_group()
 
 

@@ -93,6 +93,8 @@ TARGETS = (
                 "eagle_drafter",
                 "engine",
                 "reused_keys",
+                "mps",
+                "amd_intel",
             ),
             *_tests("gpu", "gpu_guarded_step"),
         ),

@@ -1,5 +1,7 @@
 """What a token keeps, as layers have stored it: heads of several sizes, keys and values that differ."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import CONFIGS, tiny_model
@@ -7,8 +9,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 import stand
 from stand.drafters.blended import BlendedDrafter
+from stand.forward.attention_shape import AttentionShape, HeadSizes
 from stand.forward.cache.cache_argument import cache_argument
-from stand.forward.cache.key_shape import KeyShape, key_shape, new_states
+from stand.forward.cache.key_shape import KeyShape, LayerKeys, key_shape, new_states, remember_layers
 from stand.scheduling.free_memory import bytes_per_token
 
 BASE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
@@ -75,3 +78,27 @@ def test_what_is_stored_follows_the_models_type(family):
 
 def test_a_model_that_was_not_seen_has_no_states():
     assert not new_states(new_model(CONFIGS["llama"]), 3).layers
+
+
+def test_layers_of_another_library_are_counted_in_the_models_dtype():
+    model = new_model(CONFIGS["llama"]).half()
+    remember_layers(model, [LayerKeys(2, 12, 12), LayerKeys(3, 12, 8)], row_bytes=5)
+    shape = key_shape(model)
+    assert (shape.head_bytes, shape.token_bytes, shape.row_bytes) == (4 * 2, (2 * 24 + 3 * 20) * 2, 5)
+    assert shape.layers == ((0, LayerKeys(2, 12, 12)), (1, LayerKeys(3, 12, 8)))
+
+
+def test_layers_of_a_configuration_of_each_are_asked_by_their_number():
+    model = new_model(CONFIGS["llama"])
+    if getattr(model.config, "per_layer_config", None) is None:
+        pytest.skip("transformers has no configurations of single layers")
+    size = model.config.head_dim
+    model.config.per_layer_config = {1: {"head_dim": 3 * size}}
+    assert [keys.key_size for _, keys in key_shape(model).layers] == [size, 3 * size]
+
+
+def test_keys_that_are_computed_from_what_is_kept_are_expanded():
+    kept, computed = LayerKeys(2, 16, 16), LayerKeys(1, 24, 16)
+    kinds = AttentionShape(4, 2, HeadSizes.alike(16), None), AttentionShape(4, 4, HeadSizes.alike(24), None)
+    assert not KeyShape(((0, kept),), 64, 256, kinds[:1]).are_expanded
+    assert KeyShape(((0, kept), (1, computed)), 32, 512, kinds).are_expanded

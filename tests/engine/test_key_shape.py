@@ -1,7 +1,5 @@
 """What a token keeps, as layers have stored it: heads of several sizes, keys and values that differ."""
 
-import copy
-
 import pytest
 import torch
 from tiny_models import CONFIGS, tiny_model

@@ -37,6 +37,14 @@ def test_paths_go_back_to_committed_tokens(drafts, count):
     assert plan.paths_back(count) is plan.paths_back(count)
 
 
+def test_rotary_positions_go_on_from_what_a_row_has_shown():
+    """Images take fewer positions than places, or more; slots and masks count places."""
+    batch = DraftBatch.concatenate([FORK, CHAIN])
+    plan = StepPlan.for_drafts(batch, np.array([7, 20]), rotary_offsets=np.array([-3, 5]))
+    assert plan.position_ids[0].tolist() == [*(4 + FORK.depths), *(25 + CHAIN.depths)]
+    assert plan.cache_slots.tolist() == [*range(7, 7 + FORK.num_nodes), *range(20, 20 + CHAIN.num_nodes)]
+
+
 def test_rows_are_padded_to_the_longest():
     plan, packed = plan_of(CHAIN, FORK, ALONE), torch.randn(8, 2, 3)
     padded = plan.pad_rows(packed)

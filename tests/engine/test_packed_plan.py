@@ -41,7 +41,8 @@ def test_rotary_positions_go_on_from_what_a_row_has_shown():
     """Images take fewer positions than places, or more; slots and masks count places."""
     batch = DraftBatch.concatenate([FORK, CHAIN])
     plan = StepPlan.for_drafts(batch, np.array([7, 20]), rotary_offsets=np.array([-3, 5]))
-    assert plan.position_ids[0].tolist() == [*(4 + FORK.depths), *(25 + CHAIN.depths)]
+    begun = np.repeat([7 - 3, 20 + 5], [FORK.num_nodes, CHAIN.num_nodes])
+    assert plan.position_ids[0].tolist() == (begun + batch.depths).tolist()
     assert plan.cache_slots.tolist() == [*range(7, 7 + FORK.num_nodes), *range(20, 20 + CHAIN.num_nodes)]
 
 

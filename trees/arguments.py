@@ -29,7 +29,9 @@ def real(value: Any, name: str) -> float:
 
 
 def within(value: Any, name: str, least: float, most: float, usual: float) -> float:
-    """The value as a number of the kind of `least`; ValueError where it is none in [least, most]."""
+    """The value as a number of the kind of `least`; ValueError where it is none in [least, most], or a boolean."""
+    if isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} must be a number, got {value}; {usual} is usual")
     number = whole(value, name) if type(least) is int else real(value, name)
     if not least <= number <= most:
         raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {value}; {usual} is usual")

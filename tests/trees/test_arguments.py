@@ -152,7 +152,7 @@ def test_bounds_of_drafts_may_be_numbers_of_numpy():
     [
         {"fade": "x"}, {"fade": None}, {"fade": 0}, {"fade": 1.5}, {"fade": float("nan")}, {"rate": "0.1"},
         {"rate": -0.1}, {"depth": 2.0}, {"depth": 13}, {"max_bytes": 1e9 + 0.5}, {"max_bytes": 1000},
-        {"max_bytes": 2**40}, {"num_candidates": 0}, {"fingerprint": "abc"},
+        {"fade": True}, {"depth": np.True_}, {"max_bytes": 2**40}, {"num_candidates": 0}, {"fingerprint": "abc"},
     ],
     ids=str,
 )  # fmt: skip

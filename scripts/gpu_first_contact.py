@@ -344,6 +344,37 @@ class Contact:
         torch.optim.AdamW(model.parameters(), lr=0.01).step()
         model.zero_grad()
 
+    def sharded(self) -> str:
+        """Weights that FSDP 2 brings for each forward, of one rank alone, behind captured steps of the whole model."""
+        from torch import distributed
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from stand.forward.ranks import forwards_together
+        from stand.plugins.generate import engine_of, stand_generate, use_engine
+
+        model = self._new_model("qwen2", torch.float32)
+        prompts = torch.tensor(self.prompts, device=self.device)
+        asked = {"do_sample": False, "max_new_tokens": self.sizes.tokens, "pad_token_id": 0, "eos_token_id": None}
+        asked["attention_mask"] = torch.ones_like(prompts)
+        use_engine(self._engine(model, "triton", fuse=True))
+        expected = model.generate(prompts, **asked)
+        made = model.generate(prompts, **asked, custom_generate=stand_generate)
+        kind = "nccl" if self.device.type == "cuda" else "gloo"
+        distributed.init_process_group(kind, store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh(self.device.type, (1,))
+            for layer in model.get_decoder().layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            with torch.no_grad(), forwards_together(model):
+                shards = model.generate(prompts, **asked, custom_generate=stand_generate)
+        finally:
+            distributed.destroy_process_group()
+        if not (torch.equal(made, expected) and torch.equal(shards, expected)):
+            raise AssertionError(f"tokens must be transformers' own, got others; back end {engine_of(model).backend}")
+        return f"transformers' own tokens; steps afterwards: {engine_of(model).backend}"
+
     def _random_head(self) -> LawSource:
         import stand
         from stand.drafters.eagle.head import EagleHead
@@ -448,7 +479,7 @@ def _move(model: PreTrainedModel) -> None:
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "arrivals", "grammar",
     "image", "growth", "head", "eagle3", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents",
-    "experts", "two_engines", "trained",
+    "experts", "two_engines", "trained", "sharded",
 )  # fmt: skip
 
 

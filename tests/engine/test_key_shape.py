@@ -1,5 +1,7 @@
 """What a token keeps, as layers have stored it: heads of several sizes, keys and values that differ."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import CONFIGS, tiny_model
@@ -87,7 +89,7 @@ def test_layers_of_another_library_are_counted_in_the_models_dtype():
 
 
 def test_layers_of_a_configuration_of_each_are_asked_by_their_number():
-    model = new_model(CONFIGS["llama"])
+    model = new_model(copy.deepcopy(CONFIGS["llama"]))  # others have the same
     if getattr(model.config, "per_layer_config", None) is None:
         pytest.skip("transformers has no configurations of single layers")
     size = model.config.head_dim

@@ -17,7 +17,7 @@ from stand.forward.cache import mapped_memory
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
-from stand.forward.devices import input_device, is_nvidia, is_offloaded, is_sharded, off_one_device, tensor_group
+from stand.forward.devices import input_device, is_nvidia, is_offloaded, is_sharded, is_shared, off_one_device
 from stand.forward.features import FeatureLayers
 from stand.forward.latent_keys import expanding_layer
 from stand.forward.model import is_mixture, waiting_ropes
@@ -324,7 +324,7 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider 
         return f"rule {verifier.name!r} offers no device rule of its own"
     if is_offloaded(model):
         return "some of the model's weights are offloaded"
-    if tensor_group(model) is not None or is_sharded(model):
+    if is_shared(model):
         return "processes share the model's weights"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
@@ -357,7 +357,7 @@ def _ended_in(error: Exception) -> str:
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
     """With proven fused forwards on a CPU; without them where that fails."""
-    if not fuse or input_device(model).type != "cpu" or tensor_group(model) is not None or is_sharded(model):
+    if not fuse or input_device(model).type != "cpu" or is_shared(model):
         return EagerBackend(model, reason)
     try:
         return EagerBackend(model, reason, fusion=fuse_on_cpu(model))

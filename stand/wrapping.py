@@ -17,7 +17,7 @@ from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.engine import Engine
-from stand.forward.devices import is_sharded, tensor_group
+from stand.forward.devices import is_shared
 from stand.forward.model import text_config
 from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model
@@ -63,7 +63,7 @@ def wrap(
             f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
             "recurrent states, which its streams would have to go through; leave drafter= out"
         )
-    if tensor_group(model) is not None or is_sharded(model):
+    if is_shared(model):
         refuse_needy(drafter, "several processes")
     processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
     tokenizer = tokenizer if processor is None else getattr(processor, "tokenizer", None)

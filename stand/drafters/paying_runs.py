@@ -54,8 +54,7 @@ class PayingRuns:
     def laws(self, request: DraftRequest, plan: Planner, ask: Ask) -> OutsideLaws | None:
         """Those of as many runs as pay; None where there is none."""
         laws, planned, run = None, plan(None), 0
-        kind = {"is_seeded": request.is_seeded, "is_learning": request.is_learning}
-        while self.pays(run, **kind):
+        while self.pays_for(request, run):
             begun = time.perf_counter()
             more = ask(run, planned)
             if more is None:
@@ -79,6 +78,10 @@ class PayingRuns:
             return False
         is_tried = self._gains[run].count < FIRST_TRIES or is_learning and self._left_out[run] >= RETRY
         return is_tried or self._is_worth_it(run, is_seeded)
+
+    def pays_for(self, request: DraftRequest, run: int = 0) -> bool:
+        """The same in a step of this request."""
+        return self.pays(run, is_seeded=request.is_seeded, is_learning=request.is_learning)
 
     def record_step(self, seconds: float) -> None:
         """The target's forward and the verdict took so long."""

@@ -72,6 +72,11 @@ def is_sharded(model: Module) -> bool:
     )
 
 
+def is_shared(model: Module) -> bool:
+    """Whether processes hold parts of its weights, in either way that is served."""
+    return tensor_group(model) is not None or is_sharded(model)
+
+
 def is_split(model: Module) -> bool:
     """Whether processes share its weights otherwise than by tensor parallelism alone or shards alone (pipelines)."""
     if tensor_group(model) is not None or (is_sharded(model) and (getattr(model, "_tp_size", None) or 1) == 1):

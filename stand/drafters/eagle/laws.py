@@ -85,8 +85,7 @@ class EagleLaws(LawSource):
     def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """See `LawSource.laws`; a row of one token has no feature yet and gets no law. Rows are held for a run that is
         to come, which none is where nothing is learned and the head has not paid."""
-        kind = {"is_seeded": request.is_seeded, "is_learning": request.is_learning}
-        if self._paying is not None and not request.is_learning and not self._paying.pays(0, **kind):
+        if self._paying is not None and not request.is_learning and not self._paying.pays_for(request):
             self.skip()
             return None
         trees: LawTrees[torch.Tensor] = LawTrees(len(request.histories))

@@ -66,8 +66,7 @@ class StreamLaws(LawSource):
         if laws is not None and request.is_learning:
             paying.record_run(0, self.rider.last_seconds)
             paying.record_gain(0, expected_tokens(plan(None)), expected_tokens(plan(laws)))
-        kind = {"is_seeded": request.is_seeded, "is_learning": request.is_learning}
-        self.rider.is_idle = not paying.pays(0, **kind)
+        self.rider.is_idle = not paying.pays_for(request)
         if request.is_learning:
             paying.end_step(0 if self.rider.is_idle else 1)
         return laws

@@ -15,9 +15,9 @@ import argparse
 import sys
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
-from training import eagle, eagle3
 from training.head_command import completed, options_of, run_command
 from training.head_training import Recipe
+from training.recipes import eagle, eagle3
 
 RECIPES = {"1": eagle.RECIPE, "3": eagle3.RECIPE}  # by version
 

@@ -17,7 +17,7 @@ import sys
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 from measuring.option_types import positive_integer
 from training.head_command import completed, options_of, run_command
-from training.streams import RECIPE
+from training.recipes.streams import RECIPE
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:

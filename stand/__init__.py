@@ -20,6 +20,7 @@ from stand.extra import MissingExtraError, has_engine
 if TYPE_CHECKING:
     from stand.drafters.blended import BlendedDrafter
     from stand.drafters.costs.step_cost import CostTable
+    from stand.drafters.dflash.laws import DFlashLaws
     from stand.drafters.draft_model import ModelDrafter
     from stand.drafters.drafter import Drafter, DraftRequest, Lesson
     from stand.drafters.eagle.drafter import EagleDrafter
@@ -62,6 +63,7 @@ _HOMES = {
     "BlendedDrafter": "stand.drafters.blended",
     "BlendedLookup": "stand.trees",
     "CostTable": "stand.drafters.costs.step_cost",
+    "DFlashLaws": "stand.drafters.dflash.laws",
     "DraftRequest": "stand.drafters.drafter",
     "Drafter": "stand.drafters.drafter",
     "EagleDrafter": "stand.drafters.eagle.drafter",
@@ -104,6 +106,7 @@ __all__ = [
     "CostTable",
     "DraftRequest",
     "Drafter",
+    "DFlashLaws",
     "EagleDrafter",
     "EagleLaws",
     "Engine",

@@ -11,8 +11,8 @@ from measuring.setup import DRAFTERS, load_trained
 import stand
 from law_parts.continuations import NODES_PER_ROW, rows_per_call, settings
 from stand.drafters.eagle.attached import attached
+from stand.drafters.heads.trained_part import TrainedPart
 from stand.drafters.streams.weights import Streams
-from stand.drafters.trained_part import TrainedPart
 
 DRAFTER_NAMES = ("lookup", "blended", "eagle", "streams", "streams-blended", "neighbours")
 HEADLESS = ("lookup", "neighbours")

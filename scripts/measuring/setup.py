@@ -15,7 +15,7 @@ from workloads.real_models import MODELS, model_folder
 
 from measuring.option_types import device_name, number_from_zero, positive_integer, share, whole_number
 from measuring.trajectories import Sampling
-from stand.drafters.trained_part import TrainedPart
+from stand.drafters.heads.trained_part import TrainedPart
 from stand.forward.long_factors import served_positions
 
 REASONER = Path(__file__).resolve().parents[1] / "reasoner"

@@ -29,7 +29,7 @@ from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
 
 import stand
-from stand.drafters.trained_part import WEIGHT_FILE
+from stand.drafters.heads.trained_part import WEIGHT_FILE
 from training.checkpoint import ANEW, SETTINGS, claim, forget_checkpoints
 from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head

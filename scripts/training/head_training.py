@@ -15,7 +15,7 @@ import torch
 from measuring.progress import duration, say
 from transformers import PreTrainedModel
 
-from stand.drafters.trained_part import WEIGHT_FILE
+from stand.drafters.heads.trained_part import WEIGHT_FILE
 from training.checkpoint import FACTS, load_state, save_state
 from training.generations import Generation, shuffled_batches
 from training.master_weights import MasterAdamW

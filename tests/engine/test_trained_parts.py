@@ -12,8 +12,8 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
 from stand.drafters.eagle.head import EagleHead
+from stand.drafters.heads.trained_part import likeliest
 from stand.drafters.streams.weights import Streams
-from stand.drafters.trained_part import likeliest
 
 PROMPT = {"input_ids": [[5, 9, 11, 4, 5, 9]] * 2, "max_new_tokens": 24, "stop_token_ids": []}
 SAMPLED = {"temperature": 1.0, "seed": 3}

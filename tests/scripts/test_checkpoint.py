@@ -13,7 +13,7 @@ import train_reasoner
 from tiny_models import tiny_model
 from train_eagle import read_arguments
 from training import checkpoint, head_command, trainer
-from training.eagle import RECIPE
+from training.recipes.eagle import RECIPE
 from transformers import AutoTokenizer
 
 from stand.forward.recurrent.layers import recurrent_layers

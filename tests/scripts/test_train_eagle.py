@@ -11,10 +11,10 @@ from tiny_models import tiny_model
 from train_eagle import read_arguments
 from train_streams import read_arguments as read_streams
 from trained_heads import assert_small_and_good, greedy_generations
-from training.eagle import RECIPE, agreement_on, head_batch
 from training.generations import Generation, read_generations, shuffled_batches, write_generations
 from training.head_command import DRAFTERS, prompt_source, run
 from training.head_training import train_head
+from training.recipes.eagle import RECIPE, agreement_on, head_batch
 from transformers import AutoTokenizer
 
 import stand

@@ -9,10 +9,10 @@ import torch
 from tiny_models import tiny_model
 from train_eagle import read_arguments, recipe_of
 from trained_heads import greedy_generations
-from training.eagle3 import DEPTH, RECIPE, agreement_on, head_batch, new_head, unrolled
 from training.generations import Generation
 from training.head_command import run
 from training.head_training import train_head
+from training.recipes.eagle3 import DEPTH, RECIPE, agreement_on, head_batch, new_head, unrolled
 
 import stand
 from stand.drafters.eagle.eagle3_head import Eagle3Head

@@ -9,7 +9,7 @@ from train_streams import read_arguments
 from trained_heads import assert_small_and_good, greedy_generations
 from training.head_command import DRAFTERS, run
 from training.head_training import train_head
-from training.streams import RECIPE, compared_laws, stream_batch, stream_states
+from training.recipes.streams import RECIPE, compared_laws, stream_batch, stream_states
 
 import stand
 

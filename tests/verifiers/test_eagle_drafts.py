@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import stand
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.growth import BestFirstGrowth
-from stand.drafters.trained_part import likeliest
+from stand.drafters.heads.trained_part import likeliest
 from stand.trees import DraftBatch, TreeShape
 from stand.verifiers import get_verifier
 

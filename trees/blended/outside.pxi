@@ -9,7 +9,8 @@ cdef class OutsideLaws:
 
     offsets: int32[B + 1], row b owns nodes offsets[b] to offsets[b + 1] - 1, the first of them its root, or none.
     parents: int32[L], row-local, before their children; NO_PARENT at roots. token_ids: int32[L], what leads from the
-    parent to the node; ANY_TOKEN for all tokens that no sibling has; roots' are not read. top_ids int32[L, K],
+    parent to the node; ANY_TOKEN for all tokens that no sibling has; roots' are not read. A node without children goes
+    on as its sibling of ANY_TOKEN does, so that laws may depend on the one token before. top_ids int32[L, K],
     top_probs float32[L, K]: the best tokens of the law after each node, likeliest first, padded with id NO_TOKEN; K <=
     64. A law may be empty. source: 0..3, the head; the worth of each is learned apart.
 

@@ -11,7 +11,7 @@ from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.head import WEIGHT_FILES, EagleHead
 from stand.drafters.eagle.mtp_head import MtpHead
-from stand.drafters.trained_part import tensor_names
+from stand.drafters.heads.trained_part import tensor_names
 
 MTP = "mtp"
 

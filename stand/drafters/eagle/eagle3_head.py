@@ -20,16 +20,16 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from stand.drafters.eagle.eagle3_settings import CONFIG_FILE, LAYERS, Eagle3Settings
-from stand.drafters.eagle.feature_head import FeatureHead, check_shapes, named
+from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.head import EMBEDDING, WEIGHT_FILES, FrozenEmbedding
-from stand.drafters.trained_part import WEIGHT_FILE, read_tensors, rows_of
+from stand.drafters.heads.draft_vocabulary import KNOWN, OFFSETS, check_known, offsets_of, tokens_of
+from stand.drafters.heads.trained_part import WEIGHT_FILE, check_shapes, named, read_tensors, rows_of
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.features import FeatureLayers, feature_width
 from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
-OFFSETS, KNOWN = "d2t", "t2d"  # of the tokens that are guessed to the target's ids; whether the head guesses a token
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # that some checkpoints hold beside the head's own
 
 
@@ -86,8 +86,8 @@ class Eagle3Head(FeatureHead):
         tensors = {name.removeprefix("model.").replace("midlayer.", "layers.0."): found[name] for name in found}
         offsets, known = tensors.pop(OFFSETS, None), tensors.pop(KNOWN, None)
         size = target.get_input_embeddings().weight.shape[0]
-        vocabulary = None if offsets is None else _tokens_of(offsets, size)
-        _check_known(vocabulary, known, settings.draft_vocab_size, size)
+        vocabulary = None if offsets is None else tokens_of(offsets, size)
+        check_known(vocabulary, known, settings.draft_vocab_size, size)
         head = cls(target, settings, vocabulary=vocabulary)
         head._take({name: value for name, value in tensors.items() if name not in OF_THE_TARGET})
         return head.eval()
@@ -151,10 +151,7 @@ class Eagle3Head(FeatureHead):
         own = {name: value.to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()}
         tensors = {name.replace("layers.0.", "midlayer."): value for name, value in own.items()}
         if self.vocabulary is not None:
-            ids = self.vocabulary.cpu()
-            known = torch.zeros(self._embedding[0].weight.shape[0], dtype=torch.bool)
-            known[ids] = True
-            tensors |= {OFFSETS: ids - torch.arange(len(ids)), KNOWN: known}
+            tensors |= offsets_of(self.vocabulary, self._embedding[0].weight.shape[0])
         save_file(tensors, Path(folder) / WEIGHT_FILE, metadata={"format": "pt"})
         facts = self.settings.as_json(self._model[0], self.num_guessed)
         (Path(folder) / CONFIG_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -209,38 +206,6 @@ class PairLayer(nn.Module):
         attended, _ = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], dim=-1), **kwargs)
         hidden = (normed if self._is_normed else features) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-def _tokens_of(offsets: torch.Tensor, size: int) -> torch.Tensor:
-    """[W] int64: what is guessed, of the target's `size` tokens. Raises ValueError where that is not distinct."""
-    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or len(offsets) == 0:
-        got = f"{list(offsets.shape)} of {offsets.dtype}"
-        raise ValueError(f"{OFFSETS} must be integers in a row, got {got}; fetch the checkpoint again")
-    tokens = offsets.long() + torch.arange(len(offsets))
-    if not (0 <= tokens.min() and tokens.max() < size):
-        raise ValueError(
-            f"{OFFSETS} must lead to tokens from 0 to {size - 1}, got {tokens.min()} to {tokens.max()}; "
-            "take the head that was trained for this model"
-        )
-    if len(tokens.unique()) < len(tokens):
-        raise ValueError(f"{OFFSETS} must lead to distinct tokens, got some twice; fetch the checkpoint again")
-    return tokens
-
-
-def _check_known(vocabulary: torch.Tensor | None, known: torch.Tensor | None, count: int | None, size: int) -> None:
-    """Raise ValueError where `known`, or the `count` of the configuration, tells of other tokens than `vocabulary`,
-    which is all of `size` where it is None."""
-    tokens = torch.arange(size) if vocabulary is None else vocabulary
-    if known is not None and not torch.equal(known.reshape(-1).nonzero()[:, 0], tokens.sort().values):
-        raise ValueError(
-            f"{KNOWN} must be true at the tokens that {OFFSETS} leads to, got {int(known.count_nonzero())} true and "
-            f"{len(tokens)} tokens that are not the same; fetch the checkpoint again"
-        )
-    if vocabulary is not None and count not in (None, len(tokens)):
-        raise ValueError(
-            f"draft_vocab_size of {CONFIG_FILE} must be the number of tokens that {OFFSETS} leads to, {len(tokens)}, "
-            f"got {count!r}; fetch all files of the checkpoint again"
-        )
 
 
 def _norm_like(layer: nn.Module, size: int) -> nn.Module:

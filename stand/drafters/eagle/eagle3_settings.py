@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Co
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from stand.drafters.trained_part import reason_of
+from stand.drafters.heads.trained_part import reason_of
 from stand.forward.features import FeatureLayers
 from stand.forward.model import MOVING_ROPES, text_config
 

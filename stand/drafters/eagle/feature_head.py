@@ -4,11 +4,10 @@ out."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 
 import torch
 
-from stand.drafters.trained_part import TrainedPart
+from stand.drafters.heads.trained_part import TrainedPart
 from stand.forward.features import FeatureLayers
 from stand.fusion.fusion import Fusion
 
@@ -44,18 +43,3 @@ class FeatureHead(TrainedPart):
     def fusion(self) -> Fusion | None:
         """What was proven for its layers on a CPU; None: nothing, as they are not the target's."""
         return None
-
-
-def check_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError for a tensor of a checkpoint that has another shape than the head's."""
-    for name, value in tensors.items():
-        if tuple(value.shape) != shapes[name]:
-            raise ValueError(
-                f"{name} must be {list(shapes[name])} for this target, got {list(value.shape)}; take the head that was "
-                "trained for this model"
-            )
-
-
-def named(tensors: Sequence[str]) -> str:
-    """The first of them."""
-    return ", ".join(tensors[:4]) or "nothing"

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.argument_checks import check_flags
-from stand.drafters.eagle.feature_head import FeatureHead, check_shapes, named
-from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, read_tensors
+from stand.drafters.eagle.feature_head import FeatureHead
+from stand.drafters.heads.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, check_shapes, named, read_tensors
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME

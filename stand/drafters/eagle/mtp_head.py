@@ -21,8 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from stand.drafters.eagle.feature_head import FeatureHead, named
-from stand.drafters.trained_part import WEIGHT_FILE, reason_of
+from stand.drafters.eagle.feature_head import FeatureHead
+from stand.drafters.heads.trained_part import WEIGHT_FILE, named, reason_of
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME

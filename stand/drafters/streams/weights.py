@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stand.drafters.heads.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
 from stand.drafters.settings import check_count
-from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.model import moving_ropes, text_config
 from stand.forward.tree_attention import ATTENTION_NAME

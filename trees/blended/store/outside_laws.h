@@ -1,7 +1,7 @@
 // Laws from outside of a lookup: what a trained head says comes next, at the nodes of a small tree per row.
 //
 // A node of ANY_TOKEN is found by every token that none of its siblings has: for heads that guess a place whatever
-// stands before it.
+// stands before it. A node without children goes on as that sibling does: for heads that look at one token before.
 
 #pragma once
 
@@ -38,7 +38,7 @@ class OutsideLaws {
         const int32_t known = parent == NOWHERE ? tree_.root(tree_.num_rows() - 1) : tree_.child(parent, token);
         if (known != NOWHERE) return NOWHERE;
         const int32_t depth = parent == NOWHERE ? 0 : laws_[parent].depth + 1;
-        laws_.push_back(Law{depth, static_cast<int32_t>(tokens_.size()), 0});
+        laws_.push_back(Law{depth, static_cast<int32_t>(tokens_.size()), 0, parent});
         return tree_.add_node(parent, token);
     }
 
@@ -58,8 +58,10 @@ class OutsideLaws {
 
     // The node one token below another one, or NOWHERE.
     int32_t child(int32_t node, uint32_t token) const {
-        const int32_t found = tree_.child(node, static_cast<int32_t>(token));
-        return found != NOWHERE ? found : tree_.child(node, ANY_TOKEN);
+        const int32_t above = tree_.has_children(node) ? node : any_sibling(node);
+        if (above == NOWHERE) return NOWHERE;
+        const int32_t found = tree_.child(above, static_cast<int32_t>(token));
+        return found != NOWHERE ? found : tree_.child(above, ANY_TOKEN);
     }
 
     OutsideLaw at(int32_t node) const {
@@ -69,8 +71,15 @@ class OutsideLaws {
 
    private:
     struct Law {
-        int32_t depth, first, size;  // depth: of its node
+        int32_t depth, first, size, parent;  // depth and parent: of its node
     };
+
+    // Of ANY_TOKEN, or NOWHERE.
+    int32_t any_sibling(int32_t node) const {
+        const int32_t parent = laws_[node].parent;
+        return parent == NOWHERE ? NOWHERE : tree_.child(parent, ANY_TOKEN);
+    }
+
     const int32_t source_;
     PathTree tree_;
     std::vector<Law> laws_;  // by node

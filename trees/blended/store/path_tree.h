@@ -29,6 +29,7 @@ class PathTree {
     }
 
     int32_t root(int64_t row) const { return roots_[row]; }
+    bool has_children(int32_t node) const { return nodes_[node].first_child != NOWHERE; }
 
     // The node one token below another one, or NOWHERE.
     int32_t child(int32_t node, int32_t token) const {

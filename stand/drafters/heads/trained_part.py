@@ -132,12 +132,16 @@ class TrainedPart(nn.Module):
     def layers_of_a_run(self) -> Sequence[nn.Module]:
         """The decoder layers that a run goes through, its own or the target's."""
 
+    def weights_of_a_run(self) -> Sequence[nn.Module]:
+        """The modules that a run reads."""
+        return [self, *self.layers_of_a_run(), self._lm_head[0]]
+
     def share_of_step(self) -> float:
         """What a run costs of a forward of the target: of the weights that it reads, or of the layers that it goes
         through, whichever is the larger share. Beside its layers a run has OTHER_WORK, the forward its LM head."""
         target = self._model[0]
         own, all_layers = self.layers_of_a_run(), target.get_decoder().layers
-        weights = _num_weights([self, *own, self._lm_head[0]])
+        weights = _num_weights(self.weights_of_a_run())
         share = weights / _num_weights([*all_layers, target.get_output_embeddings()])
         return max(share, (len(own) + OTHER_WORK) / (len(all_layers) + 1))
 
@@ -230,3 +234,18 @@ def likeliest(logits: torch.Tensor, *, temperature: float, count: int) -> tuple[
     law = torch.softmax(logits.float() / temperature, dim=-1)
     best = torch.topk(law, min(count, law.shape[-1]), dim=-1)
     return best.indices, best.values.nan_to_num(nan=0.0)
+
+
+def check_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError for a tensor of a checkpoint that has another shape than the head's."""
+    for name, value in tensors.items():
+        if tuple(value.shape) != shapes[name]:
+            raise ValueError(
+                f"{name} must be {list(shapes[name])} for this target, got {list(value.shape)}; take the head that was "
+                "trained for this model"
+            )
+
+
+def named(tensors: Sequence[str]) -> str:
+    """The first of them."""
+    return ", ".join(tensors[:4]) or "nothing"

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.drafters.eagle.eagle3_settings import CONFIG_FILE, Eagle3Settings
-from stand.drafters.trained_part import FAMILIES, WEIGHT_FILE, rows_of
+from stand.drafters.heads.trained_part import FAMILIES, WEIGHT_FILE, rows_of
 from stand.forward.model import text_config
 from training.checkpoint import FACTS
 from training.generations import Generation, frequent_tokens, shuffled_batches

@@ -1,0 +1,208 @@
+"""Training of a head that guesses blocks: DFlash (arXiv 2602.06036), DFlash 2 or DSpark. At random places of a text it
+guesses what comes next, and learns the laws that the target holds there. The target is frozen."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config
+
+from stand.drafters.dflash.head import DFlashHead
+from stand.drafters.dflash.settings import CONFIG_FILE, DFlashSettings, usual_layers
+from stand.drafters.heads.trained_part import FAMILIES, WEIGHT_FILE
+from stand.forward.model import text_config
+from training.checkpoint import FACTS
+from training.generations import Generation, shuffled_batches
+from training.head_training import Recipe, padded_tokens, places_for_laws
+
+ANCHORS = 512  # blocks of a batch
+DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}  # by block size: a place weighs exp(-place / decay), as published heads are trained
+EXTRAS = {
+    "dflash": {},
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16},
+    "dspark": {},
+}
+PLAIN_THETA = 10_000.0  # of rotary angles where the target names none
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBatch:
+    """What the target computed of some generations."""
+
+    hidden: torch.Tensor  # [R, L, W]: inputs of the target's layers that the head reads
+    last: torch.Tensor  # [R, L, D]: what the target's LM head reads
+    token_ids: torch.Tensor  # [R, L]
+    counts: torch.Tensor  # [R, L] bool: this token's law wrote a token of the generation
+
+    @property
+    def nbytes(self) -> int:
+        return self.hidden.nbytes + self.last.nbytes
+
+
+class ContextKeys:
+    """In place of a cache: keys and values of whole texts, then in front of those of blocks."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self._states:
+            self._states[layer] = keys, values
+            return keys, values
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self._states[layer], (keys, values), strict=True))
+
+
+def settings_for(target: PreTrainedModel, options: Namespace) -> DFlashSettings:
+    """Layers of the target's sizes, plain rotations, no windows."""
+    config = text_config(target)
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+    known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
+    size = getattr(config, "intermediate_size", None) or 4 * known["hidden_size"]
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", PLAIN_THETA)
+    own = Qwen3Config(
+        vocab_size=config.vocab_size, intermediate_size=size, num_hidden_layers=options.layers,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": theta}, **known,
+    )  # fmt: skip
+    extras = dict(EXTRAS[options.kind])
+    rank = {"dflash2": "selector_rank", "dspark": "markov_rank"}.get(options.kind)
+    if rank is not None:
+        extras[rank] = options.rank
+    mask = options.mask_token_id if options.mask_token_id is not None else config.vocab_size - 1
+    layers = usual_layers(target, count=options.layers_read)
+    return DFlashSettings(own, layers, options.block_size, mask, (False,) * options.layers, **extras)
+
+
+def new_head(target: PreTrainedModel, options: Namespace, generations: list[Generation]) -> DFlashHead:
+    """What layers add is small at first, and their sum is scaled as the target's is."""
+    head = DFlashHead(target, settings_for(target, options))
+    with torch.no_grad():
+        if text_config(target).model_type in FAMILIES:
+            head.norm.weight.copy_(target.get_decoder().norm.weight)
+        for layer in head.layers:
+            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                part.weight.mul_(0.2)
+    return head
+
+
+@torch.no_grad()
+def block_batch(head: DFlashHead, target: PreTrainedModel, generations: list[Generation]) -> BlockBatch:
+    """Padding is on the right, so causality hides it."""
+    token_ids = padded_tokens(generations).to(target.device)
+    counts = torch.zeros(token_ids.shape, dtype=torch.bool, device=target.device)
+    for row, one in enumerate(generations):
+        counts[row, max(one.prompt_length - 1, 0) : len(one.token_ids) - 1] = True
+    found = target.base_model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+    hidden = torch.cat([found.hidden_states[layer] for layer in head.feature_layers], dim=-1)
+    return BlockBatch(hidden, found.last_hidden_state, token_ids, counts)
+
+
+def anchors_of(batch: BlockBatch, num_places: int) -> torch.Tensor:
+    """[R, n] int64: places of pending tokens, random ones whose next token counts; -1 where a text has too few.
+
+    num_places: that a block guesses.
+    """
+    most = max(ANCHORS // len(batch.counts), 1)
+    known = batch.counts.clone()
+    known[:, 0] = False  # nothing stands before it
+    order = torch.rand(known.shape, device=known.device).masked_fill(~known, 2.0)
+    found = torch.topk(order, min(most, order.shape[1]), dim=1, largest=False)
+    return torch.where(found.values < 2.0, found.indices, -1)
+
+
+def estimates_at(head: DFlashHead, batch: BlockBatch, anchors: torch.Tensor) -> torch.Tensor:
+    """[R, n, G, D], of blocks that begin at `anchors` [R, n]."""
+    size, (rows, count) = head.settings.block_size, anchors.shape
+    length = batch.token_ids.shape[1]
+    at = anchors.clamp(min=0)
+    cache = ContextKeys()
+    places = torch.arange(length, device=at.device)[None].expand(rows, -1)
+    head.remember(head.combined(batch.hidden), places, cache)
+    token_ids = torch.full((rows, count, size), head.settings.mask_token_id, device=at.device)
+    token_ids[..., 0] = batch.token_ids.gather(1, at)
+    positions = (at[..., None] + torch.arange(size, device=at.device)).flatten(1)
+    own = torch.arange(count * size, device=at.device) // size
+    before = torch.arange(length, device=at.device) < at.repeat_interleave(size, dim=1)[..., None]
+    seen = torch.cat([before, (own[:, None] == own[None]).expand(rows, -1, -1)], dim=2)[:, None]
+    told = [{"attention_mask": seen}] * len(head.layers)
+    estimates = head(token_ids.flatten(1), positions, cache=cache, seen=told)
+    return estimates.view(rows, count, *estimates.shape[1:])
+
+
+def compared(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of all places of random blocks that count: (estimates [n, D], what the target's LM head reads there [n, D], the
+    token before [n], its number in its block [n])."""
+    num_places, length = head.settings.num_guesses, batch.token_ids.shape[1]
+    anchors = anchors_of(batch, num_places)
+    estimates = estimates_at(head, batch, anchors)
+    steps = torch.arange(num_places, device=anchors.device)
+    before = (anchors.clamp(min=0)[..., None] + steps).clamp(max=length - 1).flatten(1)  # [R, n * G]
+    counts = batch.counts.gather(1, before) & (anchors >= 0).repeat_interleave(num_places, dim=1)
+    last = batch.last.gather(1, before[..., None].expand(-1, -1, batch.last.shape[2]))
+    tokens = batch.token_ids.gather(1, before)
+    numbers = steps.repeat(anchors.numel()).view(tokens.shape)
+    return estimates.flatten(1, 2)[counts], last[counts], tokens[counts], numbers[counts]
+
+
+def head_loss(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, float]:
+    """(loss, share of places where head and target hold the same token the best)."""
+    estimates, last, before, numbers = compared(head, batch)
+    places = places_for_laws(len(estimates), head.num_guessed).to(last.device)
+    estimates, before = estimates[places], before[places]
+    size = head.settings.block_size
+    weights = torch.exp(-numbers[places] / DECAYS.get(size, size / 2.3))
+    weights = weights / weights.sum()
+    with torch.autocast(last.device.type, dtype=torch.bfloat16):
+        logits = head.logits(estimates)
+        with torch.no_grad():
+            wanted = head._model[0].get_output_embeddings()(last[places]).float().softmax(dim=-1)
+        loss = (weights * torch.nn.functional.cross_entropy(logits, wanted, reduction="none")).sum()
+        if head.pairs is not None:
+            loss = loss + (weights * pair_loss(head, estimates, before, logits, wanted)).sum()
+    agreement = (logits.argmax(dim=-1) == wanted.argmax(dim=-1)).float().mean().item()
+    return loss, agreement
+
+
+def pair_loss(
+    head: DFlashHead, estimates: torch.Tensor, before: torch.Tensor, logits: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """[n]: cross-entropy of the paired laws and the target's, among the likeliest tokens."""
+    size = min(head.pairs.num_candidates, logits.shape[-1])
+    scores, candidates = torch.topk(logits, size, dim=-1)
+    paired = scores + head.pairs(estimates, before[:, None], candidates)[:, 0].float()
+    masses = wanted.gather(-1, candidates)
+    return -(masses * torch.log_softmax(paired, dim=-1)).sum(dim=-1)
+
+
+@torch.no_grad()
+def agreement_on(head: DFlashHead, target: PreTrainedModel, generations: list[Generation]) -> list[float]:
+    """Per place, the share where head and target hold the same token the best, given the tokens before it."""
+    num_places = head.settings.num_guesses
+    same, count = [0] * num_places, [0] * num_places
+    torch.manual_seed(0)  # of the places
+    for part in shuffled_batches(generations, tokens_per_batch=8192, seed="agreement"):
+        estimates, last, before, numbers = compared(head, block_batch(head, target, part))
+        found = head.laws(estimates[:, None], before, temperature=1.0, count=1, width=1)
+        guessed = (found.ids[:, 0, 0] if head.pairs is None else found.pair_ids[:, 0, 0, 0]).long()
+        is_same = guessed == target.get_output_embeddings()(last).argmax(dim=-1)
+        for place in range(num_places):
+            same[place] += int(is_same[numbers == place].sum())
+            count[place] += int((numbers == place).sum())
+    return [round(one / max(all_, 1), 4) for one, all_ in zip(same, count, strict=True)]
+
+
+RECIPE = Recipe(
+    "dflash",
+    "hidden_norm.weight",
+    new_head,
+    DFlashHead.load,
+    block_batch,
+    head_loss,
+    agreement_on,
+    files=frozenset({WEIGHT_FILE, CONFIG_FILE, FACTS}),
+)

@@ -1,0 +1,1 @@
+"""What trained heads have in common, whatever they guess."""

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from plain_eagle3 import deep_target, layer_inputs, plain_logits3, random_eagle3
+from plain_lessons import path_to, plain_lesson, texts
 
 import stand
 from stand.drafters.eagle import followed_rows
-from stand.trees import DraftBatch, DraftTree
+from stand.drafters.heads import followed_features
 
 LAYERS = (3, 1, 4)
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -36,14 +37,6 @@ def rows_of(head) -> followed_rows.FollowedRows:
     return followed_rows.FollowedRows(deep_target(), head)
 
 
-def path_to(node: int) -> list[int]:
-    return [] if node == 0 else [*path_to(PARENTS[node]), node]
-
-
-def texts(*histories: list[int]) -> list[np.ndarray]:
-    return [np.array(history, dtype=np.int32) for history in histories]
-
-
 def step(rows, head, histories, *, keeps) -> list[np.ndarray]:
     """A tree behind each row, every node's estimate against the formulas; the texts behind it.
 
@@ -64,40 +57,29 @@ def step(rows, head, histories, *, keeps) -> list[np.ndarray]:
         known |= zip(asked, estimates, strict=True)
     guessed = slice(None) if head.vocabulary is None else head.vocabulary.numpy()
     for (row, node), estimate in known.items():
-        drafted = tokens[row, path_to(node)].tolist()
+        drafted = tokens[row, path_to(PARENTS, node)].tolist()
         expected = plain_logits3(head, deep_target(), histories[row].tolist(), drafted)[guessed]
         np.testing.assert_allclose(head.logits(estimate).numpy(), expected, atol=1e-4)
     rows.follow(lesson(histories, tokens, keeps))
-    kept = [tokens[row, path_to(node)].tolist() for row, node in enumerate(keeps)]
+    kept = [tokens[row, path_to(PARENTS, node)].tolist() for row, node in enumerate(keeps)]
     return texts(*([*history, *path, 6] for history, path in zip(histories, kept, strict=True)))
 
 
 def lesson(histories, tokens, keeps) -> SimpleNamespace:
-    """What a step over these trees would have shown, by plain forwards over each node's context."""
-    no_laws = {"support_ids": np.full((len(PARENTS), 1), -1, np.int32), "law": np.zeros((len(PARENTS), 1), np.float32)}
-    trees = [DraftTree(row.astype(np.int32), np.array(PARENTS, np.int32), **no_laws) for row in tokens]
-    features = [
-        layer_inputs(deep_target(), [*history.tolist(), *row[path_to(node)].tolist()], LAYERS)[-1]
-        for history, row in zip(histories, tokens, strict=True)
-        for node in range(len(PARENTS))
-    ]
-    return SimpleNamespace(
-        batch=DraftBatch.concatenate(trees), request=SimpleNamespace(histories=histories),
-        accepted=[np.array(path_to(node), int) for node in keeps], features=torch.stack(features),
-    )  # fmt: skip
+    return plain_lesson(deep_target(), LAYERS, histories, tokens, PARENTS, keeps)
 
 
 @pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
 @torch.inference_mode()
 def test_estimates_are_those_of_the_formulas(settings, monkeypatch):
     """Rows come, go and change places, one is begun beside a held one; features of those that stay are not run anew."""
-    run_anew, prefill_features = [], followed_rows.prefill_features
+    run_anew, prefill_features = [], followed_features.prefill_features
 
     def watched(model, cache, token_ids, **asked):
         run_anew.append(token_ids.tolist())
         return prefill_features(model, cache, token_ids, **asked)
 
-    monkeypatch.setattr(followed_rows, "prefill_features", watched)
+    monkeypatch.setattr(followed_features, "prefill_features", watched)
     head = random_eagle3(deep_target(), feature_layers=LAYERS, **settings)
     rows = rows_of(head)
     long, short, _ = step(rows, head, texts(LONG, SHORT, PENDING), keeps=(4, 0, 0))
@@ -121,7 +103,7 @@ def test_features_are_combined_once(monkeypatch):
     head, seen = random_eagle3(deep_target(), feature_layers=LAYERS, fc_norm=True), []
     combined = head.combined
     monkeypatch.setattr(head, "combined", lambda hidden: seen.append(len(hidden)) or combined(hidden))
-    monkeypatch.setattr(followed_rows, "prefill_features", None)  # calling it would fail
+    monkeypatch.setattr(followed_features, "prefill_features", None)  # calling it would fail
     rows = rows_of(head)
     for history in texts(LONG, SHORT, PENDING):
         given = layer_inputs(deep_target(), history.tolist(), LAYERS)[:-1]

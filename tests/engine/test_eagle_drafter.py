@@ -18,6 +18,7 @@ import stand
 from stand.drafters.eagle import followed_rows
 from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.drafters.eagle.growth import PAPER_SHAPE
+from stand.drafters.heads import followed_features
 from stand.fusion.forwards.attention import FusedAttention
 from stand.trees import DraftBatch, DraftTree, LookupTree, TreeShape
 from stand.verifiers import fitting_names
@@ -238,13 +239,13 @@ def test_a_head_of_another_model_is_refused():
 
 def test_of_many_prompts_the_oldest_are_forgotten(monkeypatch):
     """Steps without drafts never ask for them: newer ones must still find a place."""
-    monkeypatch.setattr(followed_rows, "MOST_PROMPTS", 3)
+    monkeypatch.setattr(followed_features, "MOST_PROMPTS", 3)
     target = tiny_model("llama")
     rows = followed_rows.FollowedRows(target, random_head(target))
     prompts = [np.array([5, 6, number, 7], dtype=np.int32) for number in range(6)]
     for number, prompt in enumerate(prompts):
         rows.follow_prompt(prompt, torch.full((3, target.config.hidden_size), float(number)))
-    monkeypatch.setattr(followed_rows, "prefill_features", None)  # computing one again would fail
+    monkeypatch.setattr(followed_features, "prefill_features", None)  # computing one again would fail
     with torch.inference_mode():
         rows.hold(prompts[3:])
     assert [float(fresh[0, 0]) for fresh in rows._fresh] == [3.0, 4.0, 5.0] and not rows._prompts

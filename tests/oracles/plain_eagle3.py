@@ -83,7 +83,11 @@ class Formulas:
 
     def __init__(self, head: Eagle3Head, target: PreTrainedModel):
         self._config, self._settings = head.config, head.settings
-        self._weights = {"embed_tokens.weight": target.get_input_embeddings().weight, **head.state_dict()}
+        frozen = {
+            "embed_tokens.weight": target.get_input_embeddings().weight,
+            "lm_head.weight": target.get_output_embeddings().weight,
+        }
+        self._weights = {**frozen, **head.state_dict()}
 
     def combined(self, hidden: torch.Tensor) -> torch.Tensor:
         """Features [L, D] of the target's hidden states [L, W]."""
@@ -111,7 +115,8 @@ class Formulas:
         """Logits of the tokens that are guessed."""
         return self._times("lm_head", estimate if self._settings.norm_output else self._normed("norm", estimate))
 
-    def _attended(self, layer: str, inputs: torch.Tensor) -> torch.Tensor:
+    def _attended(self, layer: str, inputs: torch.Tensor, unseen: torch.Tensor | None = None) -> torch.Tensor:
+        """unseen: bool [L, L], keys that a query does not see; None: those behind it."""
         size = self._config.head_dim
         query, key, value = (
             self._times(f"{layer}.self_attn.{name}_proj", inputs).unflatten(-1, (-1, size)).transpose(0, 1)
@@ -123,8 +128,8 @@ class Formulas:
         query, key = self._rotated(query), self._rotated(key)
         key, value = (each.repeat_interleave(len(query) // len(each), dim=0) for each in (key, value))
         scores = query @ key.transpose(1, 2) / size**0.5
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ value
+        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1) if unseen is None else unseen
+        mixed = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1) @ value
         return self._times(f"{layer}.self_attn.o_proj", mixed.transpose(0, 1).flatten(1))
 
     def _rotated(self, states: torch.Tensor) -> torch.Tensor:
@@ -137,7 +142,9 @@ class Formulas:
         return torch.cat(turned, dim=-1)
 
     def _fed_forward(self, layer: str, hidden: torch.Tensor) -> torch.Tensor:
-        normed = self._normed(f"{layer}.post_attention_layernorm", hidden)
+        return self._gated(layer, self._normed(f"{layer}.post_attention_layernorm", hidden))
+
+    def _gated(self, layer: str, normed: torch.Tensor) -> torch.Tensor:
         gate = silu(self._times(f"{layer}.mlp.gate_proj", normed))
         return self._times(f"{layer}.mlp.down_proj", gate * self._times(f"{layer}.mlp.up_proj", normed))
 

@@ -62,15 +62,19 @@ class BlockFormulas(Formulas):
         return cap * torch.tanh(found / cap) if cap else found
 
     def law(self, estimate: torch.Tensor, *, before: int | None = None, temperature: float = 1.0) -> np.ndarray:
-        """[V]: of one place's estimate [D], whatever stands before it, or behind the token `before`."""
+        """[V]: of one place's estimate [D], whatever stands before it, or behind the token `before`.
+
+        Tokens whose scores a Markov head leaves as they are have their shares, but are not named.
+        """
         scores = self.logits(estimate[None])[0]
+        likely = torch.arange(len(scores))
         if before is not None:
             likely = scores.topk(min(self._num_candidates, len(scores))).indices
             changed = scores if self._settings.markov_rank else torch.full_like(scores, -torch.inf)
             added = torch.tensor([self._added(estimate, before, place) for place in likely.tolist()])
             scores = changed.index_copy(0, likely, scores[likely] + added)
         law = torch.zeros(self._num_tokens, dtype=torch.float64)
-        law[self._vocabulary] = (scores / temperature).softmax(dim=0)
+        law[self._vocabulary[likely]] = (scores / temperature).softmax(dim=0)[likely]
         return law.numpy()
 
     def _added(self, estimate: torch.Tensor, before: int, place: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,8 +95,9 @@ class DFlashSettings:
         facts = {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": [layer - 1 for layer in self.feature_layers],
-            "causal": all(self.is_causal),
         }
+        if len(set(self.is_causal)) == 1:  # else those with a window are
+            facts["causal"] = self.is_causal[0]
         return own | {"dflash_config": facts | told}
 
 
@@ -146,7 +148,7 @@ def _check(known: dict, config: Qwen3Config, target: PreTrainedModel) -> None:
     size, mask, kind = known.get("block_size", USUAL_BLOCK), known.get("mask_token_id"), known.get("markov_head_type")
     rope = config.rope_parameters.get("rope_type")
     odd = [name for name in COUNTS if known.get(name) is not None and not _is_whole(known[name], 0)]
-    odd += [name for name in NUMBERS if not isinstance(known.get(name) or 0.0, (int, float))]
+    odd += [name for name in NUMBERS if not _is_number(known.get(name) or 0.0)]
     kernel, group = known.get("conv_kernel_size") or 0, known.get("conv_group_size") or 0
     obstacles = {
         f"hidden states of {own} numbers, as this target, got {config.hidden_size}": config.hidden_size != own,
@@ -162,7 +164,12 @@ def _check(known: dict, config: Qwen3Config, target: PreTrainedModel) -> None:
             kernel
         )
         and (not group or own % group != 0),
+        f"convolutions no longer than its blocks of {size} places, got kernels of {kernel}": kernel > size,
         "one of a selector and a Markov head, got both": bool(known.get("selector_rank") and known.get("markov_rank")),
+        f"pairs of this target's {count} tokens, got those of {config.vocab_size}": bool(
+            known.get("selector_rank") or known.get("markov_rank")
+        )
+        and config.vocab_size < count,
         f"a selector of 1 candidate or more, got {known.get('selector_top_k')!r}": bool(known.get("selector_rank"))
         and not known.get("selector_top_k"),
     }
@@ -173,6 +180,10 @@ def _check(known: dict, config: Qwen3Config, target: PreTrainedModel) -> None:
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _causal(given: dict, known: dict, config: Qwen3Config) -> tuple[bool, ...]:

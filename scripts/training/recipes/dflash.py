@@ -157,7 +157,8 @@ def head_loss(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, float]
     size = head.settings.block_size
     weights = torch.exp(-numbers[places] / DECAYS.get(size, size / 2.3))
     weights = weights / weights.sum()
-    with torch.autocast(last.device.type, dtype=torch.bfloat16):
+    device = last.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device != "cpu"):  # where many CPUs are slow
         logits = head.logits(estimates)
         with torch.no_grad():
             wanted = head._model[0].get_output_embeddings()(last[places]).float().softmax(dim=-1)

@@ -7,10 +7,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from stand.drafters.dflash.head import DFlashHead
-from stand.drafters.dflash.settings import CONFIG_FILE, DFlashSettings, usual_layers
+from stand.drafters.dflash.settings import CONFIG_FILE, DFlashSettings
 from stand.drafters.heads.trained_part import FAMILIES, WEIGHT_FILE
 from stand.forward.model import text_config
 from training.checkpoint import FACTS
@@ -24,7 +24,6 @@ EXTRAS = {
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16},
     "dspark": {},
 }
-PLAIN_THETA = 10_000.0  # of rotary angles where the target names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +56,15 @@ class ContextKeys:
 
 
 def settings_for(target: PreTrainedModel, options: Namespace) -> DFlashSettings:
-    """Layers of the target's sizes, plain rotations, no windows."""
-    config = text_config(target)
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
-    known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
-    size = getattr(config, "intermediate_size", None) or 4 * known["hidden_size"]
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", PLAIN_THETA)
-    own = Qwen3Config(
-        vocab_size=config.vocab_size, intermediate_size=size, num_hidden_layers=options.layers,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": theta}, **known,
-    )  # fmt: skip
+    """Raises ValueError where options do not fit the target."""
     extras = dict(EXTRAS[options.kind])
     rank = {"dflash2": "selector_rank", "dspark": "markov_rank"}.get(options.kind)
     if rank is not None:
         extras[rank] = options.rank
-    mask = options.mask_token_id if options.mask_token_id is not None else config.vocab_size - 1
-    layers = usual_layers(target, count=options.layers_read)
-    return DFlashSettings(own, layers, options.block_size, mask, (False,) * options.layers, **extras)
+    return DFlashSettings.for_target(
+        target, num_layers=options.layers, most_read=options.layers_read, block_size=options.block_size,
+        mask_token_id=options.mask_token_id, **extras,
+    )  # fmt: skip
 
 
 def new_head(target: PreTrainedModel, options: Namespace, generations: list[Generation]) -> DFlashHead:

@@ -17,7 +17,7 @@ from training.checkpoint import FACTS
 from training.generations import Generation, shuffled_batches
 from training.head_training import Recipe, padded_tokens, places_for_laws
 
-ANCHORS = 512  # blocks of a batch
+ANCHORS = 256  # blocks of a batch
 DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}  # by block size: a place weighs exp(-place / decay), as published heads are trained
 EXTRAS = {
     "dflash": {},

@@ -11,7 +11,8 @@ sampling is worked out exactly, by forwards of the model and products of probabi
 Per prompt the frequencies of whole continuations, and of places where they leave the likely ones, are compared with
 it by chi-square; rare cells count as one. One statistic over all prompts, one p-value per verifier and draft kind.
 --drafter blended adds the laws of an EAGLE head to the lookup's, eagle drafts by the head alone (sampled), streams
-and streams-blended are the same with streams (Speculative Streaming), neighbours adds the laws of `NeighbourLaws`.
+and streams-blended are the same with streams (Speculative Streaming), dflash and dflash-blended with a head that
+guesses blocks, neighbours adds the laws of `NeighbourLaws`.
 The lossy rule `typical` is run too, on a quarter of the continuations: a test that does not refuse it is blind.
 
 `tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32).
@@ -116,7 +117,7 @@ def fill_own(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
                 setattr(options, name, value)
             elif check != options.check:
                 parser.error(f"--{name.replace('_', '-')} has no effect on `{options.check}`, but on `{check}`")
-    if options.drafter in ("eagle", "streams"):
+    if options.drafter in ("eagle", "streams", "dflash"):
         if options.kinds not in (None, ["sampled"]):
             parser.error(f"--kinds must be sampled with --drafter {options.drafter}, got {','.join(options.kinds)}")
         options.kinds = ["sampled"]

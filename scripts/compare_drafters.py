@@ -37,6 +37,7 @@ from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 
 import stand
+from stand.drafters.dflash.head import DFlashHead
 from stand.drafters.eagle.attached import attached
 from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.growth import PAPER_SHAPE
@@ -44,17 +45,21 @@ from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.streams.weights import Streams
 
-SHIPPED = {"head": DRAFTERS / "eagle", "streams": DRAFTERS / "streams"}
+SHIPPED = {"head": DRAFTERS / "eagle", "streams": DRAFTERS / "streams", "dflash": DRAFTERS / "dflash"}
 RANDOM = "random"
 NO_DRAFTS = "none"
 COST = "cost"
 WARM_UP_TOKENS = 8
-ARMS = (NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended", "neighbours")
+ARMS = (
+    *(NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended", "neighbours"),
+    *("dflash", "dflash-chain", "dflash-blended"),
+)
 DEFAULT_ARMS = ("lookup", "eagle", "blended")
 OF_ARMS = {  # arms that an option has an effect on
     "head": {"eagle", "blended"},
     "streams": {"streams", "streams-nodes", "streams-blended"},
-    "runs": {"eagle", "blended", "streams-blended", "neighbours"},
+    "dflash": {"dflash", "dflash-chain", "dflash-blended"},
+    "runs": {"eagle", "blended", "streams-blended", "neighbours", "dflash-blended"},
 }
 HEADER = (
     "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second",
@@ -63,7 +68,11 @@ HEADER = (
 
 
 def drafter_makers(
-    arguments: argparse.Namespace, head: FeatureHead | None, streams: Streams | None, temperature: float
+    arguments: argparse.Namespace,
+    head: FeatureHead | None,
+    streams: Streams | None,
+    dflash: DFlashHead | None,
+    temperature: float,
 ) -> dict[str, Callable[[int], stand.Drafter]]:
     """Name of an arm: its drafter for so many rows."""
     law = {"temperature": temperature or 1.0}
@@ -83,6 +92,11 @@ def drafter_makers(
         "neighbours": lambda rows: stand.BlendedDrafter(
             budget=nodes and nodes * rows, source=stand.NeighbourLaws(runs=arguments.runs)
         ),
+        "dflash": lambda rows: stand.DFlashDrafter(dflash, budget=nodes * rows, **law),
+        "dflash-chain": lambda rows: stand.DFlashDrafter(dflash, budget=nodes * rows, is_chain=True, **law),
+        "dflash-blended": lambda rows: stand.BlendedDrafter(
+            budget=nodes and nodes * rows, source=stand.DFlashLaws(dflash, always=arguments.runs is not None, **law)
+        ),
     }
     makers = {name: make for name, make in makers.items() if name in arguments.arms}
     if nodes == PAPER_SHAPE.num_nodes - 1 and "eagle" in arguments.arms:
@@ -100,12 +114,22 @@ def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
     return _trained(arguments, "streams", Streams, Streams.load, model) if is_asked else None
 
 
+def dflash_of(arguments: argparse.Namespace, model) -> DFlashHead | None:
+    if not OF_ARMS["dflash"] & set(arguments.arms):
+        return None
+    return _loaded(arguments, "dflash", DFlashHead.load, model, str(arguments.dflash or SHIPPED["dflash"]))
+
+
 def _trained(arguments: argparse.Namespace, option: str, kind: type, load: Callable, model):
     """What the option names, or what has random weights. Raises ValueError where it was not trained for the model."""
     name = str(getattr(arguments, option) or SHIPPED[option])
     if name == RANDOM:
         torch.manual_seed(arguments.seed)
         return kind(model).eval()
+    return _loaded(arguments, option, load, model, name)
+
+
+def _loaded(arguments: argparse.Namespace, option: str, load: Callable, model, name: str):
     told = {"option": f"--{option}", "model": arguments.model, "remedy": "name that, or leave out its --arms"}
     return load_trained(load, model, Path(name), **told)
 
@@ -115,7 +139,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict]:
     torch.set_num_threads(arguments.threads)
     tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
-    trained = head_of(arguments, model), streams_of(arguments, model)
+    trained = head_of(arguments, model), streams_of(arguments, model), dflash_of(arguments, model)
     new_engine = partial(stand.wrap, model, tokenizer, verifier=arguments.verifier)
     prompts = [prompt_ids(tokenizer, task, arguments.instruction) for task in tasks]
     names = list(drafter_makers(arguments, *trained, 1.0))
@@ -216,6 +240,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         help="folder or file of streams, or random (default: the bundled model's)",
     )
     parser.add_argument(
+        "--dflash", type=Path, help="folder of a head that guesses blocks (default: the bundled model's)"
+    )
+    parser.add_argument(
         "--nodes",
         type=node_count,
         default=8,
@@ -224,7 +251,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--runs",
         type=positive_integer,
-        help="most runs of the head or of neighbours per step; blended streams then run in every step (default: "
+        help="most runs of the head or of neighbours per step; blended streams and blocks then run in each (default: "
         f"{MOST_RUNS}; blended as many as pay)",
     )
     parser.add_argument(
@@ -242,7 +269,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     if set(arguments.arms) - set(ARMS):
         parser.error(f"--arms must be some of {','.join(ARMS)}, got {','.join(arguments.arms)}")
     refuse_idle(parser, arguments, "arms", OF_ARMS)
-    if arguments.nodes is None and {"eagle", "streams", "streams-nodes"} & set(arguments.arms):
+    if arguments.nodes is None and {"eagle", "streams", "streams-nodes", "dflash", "dflash-chain"} & set(
+        arguments.arms
+    ):
         parser.error("--nodes cost is for the lookup and blended arms; leave the others out of --arms")
     if arguments.temperature is not None:
         parser.error("--temperature is one number; give --temperatures, such as 0,0.8")

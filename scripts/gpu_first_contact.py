@@ -238,6 +238,10 @@ class Contact:
         """An untrained EAGLE-3 head drafts from the inputs of several layers that captured steps deliver."""
         return self._compared(self.model, temperature=0.6, source=self._random_eagle3)
 
+    def blocks(self) -> str:
+        """An untrained DFlash 2 head drafts in levels from the inputs of several layers."""
+        return self._compared(self.model, temperature=0.6, source=self._random_dflash)
+
     def streams(self) -> str:
         """Untrained streams run behind the verdicts of captured steps."""
         return self._compared(self.model, temperature=0.6, source=self._random_streams)
@@ -390,6 +394,16 @@ class Contact:
         torch.manual_seed(0)
         return stand.EagleLaws(Eagle3Head(self.model, Eagle3Settings.for_target(self.model)).eval(), runs=3)
 
+    def _random_dflash(self) -> LawSource:
+        import stand
+        from stand.drafters.dflash.head import DFlashHead
+        from stand.drafters.dflash.settings import DFlashSettings
+
+        torch.manual_seed(0)
+        extras = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 16}
+        settings = DFlashSettings.for_target(self.model, **extras)
+        return stand.DFlashLaws(DFlashHead(self.model, settings).eval(), always=True)
+
     def _random_streams(self) -> LawSource:
         import stand
         from stand.drafters.streams.weights import Streams
@@ -478,8 +492,8 @@ def _move(model: PreTrainedModel) -> None:
 
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "penalty", "logprobs", "arrivals", "grammar",
-    "image", "growth", "head", "eagle3", "streams", "products", "delta_rule", "state_space", "two_sizes", "latents",
-    "experts", "two_engines", "trained", "sharded",
+    "image", "growth", "head", "eagle3", "blocks", "streams", "products", "delta_rule", "state_space", "two_sizes",
+    "latents", "experts", "two_engines", "trained", "sharded",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from stand.extra import MissingExtraError, has_engine
 if TYPE_CHECKING:
     from stand.drafters.blended import BlendedDrafter
     from stand.drafters.costs.step_cost import CostTable
+    from stand.drafters.dflash.drafter import DFlashDrafter
     from stand.drafters.dflash.laws import DFlashLaws
     from stand.drafters.draft_model import ModelDrafter
     from stand.drafters.drafter import Drafter, DraftRequest, Lesson
@@ -63,6 +64,7 @@ _HOMES = {
     "BlendedDrafter": "stand.drafters.blended",
     "BlendedLookup": "stand.trees",
     "CostTable": "stand.drafters.costs.step_cost",
+    "DFlashDrafter": "stand.drafters.dflash.drafter",
     "DFlashLaws": "stand.drafters.dflash.laws",
     "DraftRequest": "stand.drafters.drafter",
     "Drafter": "stand.drafters.drafter",
@@ -106,6 +108,7 @@ __all__ = [
     "CostTable",
     "DraftRequest",
     "Drafter",
+    "DFlashDrafter",
     "DFlashLaws",
     "EagleDrafter",
     "EagleLaws",

@@ -22,6 +22,10 @@ from stand.trees import BlendedLookup, DraftTree
 TEXT = "2+2="
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 NUM_TOKENS = 3
+TRAINED = (
+    *(stand.EagleDrafter, stand.StreamingDrafter, stand.DFlashDrafter),
+    *(stand.EagleLaws, stand.StreamLaws, stand.DFlashLaws),
+)
 BUDGET = 8  # given, so that no step is timed
 
 SETTINGS = (
@@ -164,7 +168,7 @@ def drafters() -> Iterator[tuple[str, Callable[[], object]]]:
             lambda arguments=arguments: stand.TokenRecyclingDrafter(**arguments),
         )
     of_trained = ({"temperature": "hot"}, {"temperature": 0}, {"temperature": float("inf")}, {"num_candidates": 2.5})
-    for kind in (stand.EagleDrafter, stand.StreamingDrafter, stand.EagleLaws, stand.StreamLaws):
+    for kind in TRAINED:
         is_drafter = issubclass(kind, stand.Drafter)
         for arguments in (*of_trained, *(({"budget": "8"}, {"budget": 2.5}) if is_drafter else ({"source": 4},))):
             yield f"{kind.__name__}({arguments})", lambda kind=kind, arguments=arguments: kind("no file", **arguments)

@@ -10,23 +10,29 @@ from measuring.setup import DRAFTERS, load_trained
 
 import stand
 from law_parts.continuations import NODES_PER_ROW, rows_per_call, settings
+from stand.drafters.dflash.head import DFlashHead
 from stand.drafters.eagle.attached import attached
 from stand.drafters.heads.trained_part import TrainedPart
 from stand.drafters.streams.weights import Streams
 
-DRAFTER_NAMES = ("lookup", "blended", "eagle", "streams", "streams-blended", "neighbours")
+DRAFTER_NAMES = (
+    *("lookup", "blended", "eagle", "streams", "streams-blended", "neighbours"),
+    *("dflash", "dflash-blended"),
+)
+KINDS = {"streams": Streams.load, "dflash": DFlashHead.load}  # by the first word of a drafter's name; else EAGLE's
 HEADLESS = ("lookup", "neighbours")
 
 
 def shipped_head(drafter: str) -> Path:
-    return DRAFTERS / ("streams" if drafter.startswith("streams") else "eagle")
+    kind = drafter.partition("-")[0]
+    return DRAFTERS / (kind if kind in KINDS else "eagle")
 
 
 def trained_part(model, options: argparse.Namespace) -> TrainedPart | None:
     """What the drafter needs beside the lookup. Raises ValueError where --head names another model's, or none."""
     if options.drafter in HEADLESS:
         return None
-    load = Streams.load if options.drafter.startswith("streams") else attached
+    load = KINDS.get(options.drafter.partition("-")[0], attached)
     return load_trained(load, model, options.head, option="--head", model=options.model)
 
 
@@ -38,7 +44,9 @@ def new_drafter(
         return stand.EagleDrafter(head, budget=budget, temperature=temperature)
     if drafter == "streams":
         return stand.StreamingDrafter(head, budget=budget, temperature=temperature)
-    makers = {"blended": stand.EagleLaws, "streams-blended": stand.StreamLaws}
+    if drafter == "dflash":
+        return stand.DFlashDrafter(head, budget=budget, temperature=temperature)
+    makers = {"blended": stand.EagleLaws, "streams-blended": stand.StreamLaws, "dflash-blended": stand.DFlashLaws}
     source = makers[drafter](head, temperature=temperature) if drafter in makers else None
     source = stand.NeighbourLaws() if drafter == "neighbours" else source
     return stand.BlendedDrafter(budget=budget, kind=kind, source=source)

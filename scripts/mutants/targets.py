@@ -112,10 +112,16 @@ TARGETS = (
     ),
     Target(
         "trained",
-        ("stand/drafters/eagle/*.py", "stand/drafters/streams/*.py"),
+        (
+            "stand/drafters/heads/*.py",
+            "stand/drafters/dflash/*.py",
+            "stand/drafters/eagle/*.py",
+            "stand/drafters/streams/*.py",
+        ),
         (
             *_tests("engine", "eagle_drafter", "eagle_head", "foreign_head", "streaming_drafter", "stream_weights"),
-            *_tests("engine", "eagle3_head", "eagle3_rows", "mtp_head", "law_source", "draft_vocabulary"),
+            *_tests("engine", "dflash_head", "dflash_rows", "eagle3_head", "eagle3_rows", "mtp_head"),
+            *_tests("engine", "law_source", "draft_vocabulary"),
             *_tests("engine", "paying_runs", "features", "growing_draft", "trained_parts"),
             *_tests("verifiers", "eagle_drafts", "stream_drafts"),
         ),

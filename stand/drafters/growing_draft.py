@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,6 +121,43 @@ class GrowingDraft:
             law,
             slots=None if self.slots is None else np.array(self.slots, dtype=np.int32),
         )
+
+
+def grow_best_first(
+    drafts: Sequence[GrowingDraft],
+    law_of: Callable[[int, int], tuple[np.ndarray, np.ndarray] | None],
+    budget: int,
+    *,
+    most_children: int | None = None,
+) -> None:
+    """Reveal at most `budget` nodes, the most likely next child of all rows first.
+
+    law_of: of a row and a node of its draft, tokens and law [S] of what follows it; without, nothing follows.
+    most_children: of a node.
+    """
+    heap: list[tuple[float, int, int]] = []  # (-chance of the next child, row, node)
+    num_children = Counter[tuple[int, int]]()
+
+    def push(row: int, node: int) -> None:
+        chance = drafts[row].next_chance(node)
+        if chance > 0.0 and (most_children is None or num_children[row, node] < most_children):
+            heapq.heappush(heap, (-chance, row, node))
+
+    def open_node(row: int, node: int) -> None:
+        law = law_of(row, node)
+        if law is not None:
+            drafts[row].open(node, *law)
+            push(row, node)
+
+    for row in range(len(drafts)):
+        open_node(row, ROOT)
+    for _ in range(budget):
+        if not heap:
+            break
+        _, row, node = heapq.heappop(heap)
+        num_children[row, node] += 1
+        open_node(row, drafts[row].reveal(node))
+        push(row, node)
 
 
 def planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:

@@ -14,6 +14,7 @@ from failures import failing_after
 from plain_eagle import random_head
 from plain_eagle3 import random_eagle3
 from plain_kernels import use_plain_kernels
+from random_dflash import CONVOLUTIONS, SELECTOR, random_dflash
 from step_pair import OTHER_STEPS
 from tiny_models import kernel_model
 
@@ -33,11 +34,17 @@ def plain_kernels(monkeypatch):
     use_plain_kernels(monkeypatch)
 
 
+def source_of(model, make):
+    if make is random_dflash:
+        return stand.DFlashLaws(random_dflash(model, **CONVOLUTIONS, **SELECTOR), always=True)
+    return stand.EagleLaws(make(model, scale=1.5), runs=3)
+
+
 class Watched(stand.BlendedDrafter):
     """Drafts with a random head's laws in front, and keeps every lesson."""
 
     def __init__(self, family="qwen2", make=random_head):
-        super().__init__(budget=8, source=stand.EagleLaws(make(kernel_model(family), scale=1.5), runs=3))
+        super().__init__(budget=8, source=source_of(kernel_model(family), make))
         self.lessons = []
 
     def follow(self, lesson):
@@ -64,7 +71,7 @@ def assert_same_lessons(drafters):
         assert other.top_ids.tolist() == one.top_ids.tolist()
 
 
-@pytest.mark.parametrize("make", [random_head, random_eagle3])
+@pytest.mark.parametrize("make", [random_head, random_eagle3, random_dflash])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_features_are_those_of_eager_steps(family, make):
     drafters = [Watched(family, make) for _ in range(2)]

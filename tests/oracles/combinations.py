@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from plain_eagle3 import random_eagle3
+from random_dflash import SELECTOR, random_dflash
 from recurrent_models import RECURRENT, recurrent_kernel_model, recurrent_model
 from tiny_models import CONFIGS, VOCABULARY_SIZE, kernel_model, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -113,6 +114,8 @@ def _drafter(draw: random.Random, is_sampled: bool, model: PreTrainedModel) -> t
             lambda: stand.BlendedDrafter(**blended, floor=0.1),
             lambda: stand.BlendedDrafter(**blended, source=stand.NeighbourLaws()),
             lambda: stand.BlendedDrafter(**blended, source=stand.EagleLaws(random_eagle3(model), runs=2)),
+            lambda: stand.BlendedDrafter(**blended, source=stand.DFlashLaws(random_dflash(model, **SELECTOR))),
+            lambda: stand.DFlashDrafter(random_dflash(model, vocabulary=[*range(3, 40)]), budget=9),
             lambda: stand.EagleDrafter(random_eagle3(model, vocabulary=[*range(3, 40)]), budget=9),
             lambda: stand.FixedShapeDrafter(shape=TreeShape.from_branching([3, 2, 1])),
             lambda: stand.PromptLookupDrafter(),

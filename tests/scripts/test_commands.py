@@ -15,7 +15,7 @@ SCRIPTS = ROOT / "scripts"
 COMMANDS = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 PACKAGES = sorted(str(path.parent.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("__init__.py"))
 SEPARATE = {"compile_kernels"}  # chooses Triton's compiler when it is imported, for the whole process
-HEADS = ("eagle", "streams")
+HEADS = ("dflash", "eagle", "streams")
 MOST_FILES = 12  # of a package
 
 

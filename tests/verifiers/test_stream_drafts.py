@@ -97,16 +97,16 @@ def shared_noise(seed):
 def pruned(seed, monkeypatch):
     """An early exit that drops a drawn node by its token, as the paper's pruning does."""
 
-    def grow(drafts, laws, budget):
-        streaming_grow(drafts, laws, budget)
+    def grow(drafts, law_of, budget):
+        whole_growth(drafts, law_of, budget)
         for each in drafts:
             if len(each.token_ids) > 1 and each.token_ids[-1] == 0:
                 for column in (each.token_ids, each.parents, each.depths, each.chances, each.laws):
                     column.pop()
 
-    streaming_grow = streaming.grow
+    whole_growth = streaming.grow_best_first
     with monkeypatch.context() as patched:
-        patched.setattr(streaming, "grow", grow)
+        patched.setattr(streaming, "grow_best_first", grow)
         return draft(seed, budget=3)
 
 

@@ -7,24 +7,23 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from stand.drafters.dflash.head import DFlashHead
-from stand.drafters.dflash.settings import CONFIG_FILE, DFlashSettings, usual_layers
+from stand.drafters.dflash.settings import CONFIG_FILE, DFlashSettings
 from stand.drafters.heads.trained_part import FAMILIES, WEIGHT_FILE
 from stand.forward.model import text_config
 from training.checkpoint import FACTS
 from training.generations import Generation, shuffled_batches
 from training.head_training import Recipe, padded_tokens, places_for_laws
 
-ANCHORS = 512  # blocks of a batch
+ANCHORS = 256  # blocks of a batch
 DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}  # by block size: a place weighs exp(-place / decay), as published heads are trained
 EXTRAS = {
     "dflash": {},
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16},
     "dspark": {},
 }
-PLAIN_THETA = 10_000.0  # of rotary angles where the target names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +56,15 @@ class ContextKeys:
 
 
 def settings_for(target: PreTrainedModel, options: Namespace) -> DFlashSettings:
-    """Layers of the target's sizes, plain rotations, no windows."""
-    config = text_config(target)
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
-    known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
-    size = getattr(config, "intermediate_size", None) or 4 * known["hidden_size"]
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", PLAIN_THETA)
-    own = Qwen3Config(
-        vocab_size=config.vocab_size, intermediate_size=size, num_hidden_layers=options.layers,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": theta}, **known,
-    )  # fmt: skip
+    """Raises ValueError where options do not fit the target."""
     extras = dict(EXTRAS[options.kind])
     rank = {"dflash2": "selector_rank", "dspark": "markov_rank"}.get(options.kind)
     if rank is not None:
         extras[rank] = options.rank
-    mask = options.mask_token_id if options.mask_token_id is not None else config.vocab_size - 1
-    layers = usual_layers(target, count=options.layers_read)
-    return DFlashSettings(own, layers, options.block_size, mask, (False,) * options.layers, **extras)
+    return DFlashSettings.for_target(
+        target, num_layers=options.layers, most_read=options.layers_read, block_size=options.block_size,
+        mask_token_id=options.mask_token_id, **extras,
+    )  # fmt: skip
 
 
 def new_head(target: PreTrainedModel, options: Namespace, generations: list[Generation]) -> DFlashHead:
@@ -157,7 +146,8 @@ def head_loss(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, float]
     size = head.settings.block_size
     weights = torch.exp(-numbers[places] / DECAYS.get(size, size / 2.3))
     weights = weights / weights.sum()
-    with torch.autocast(last.device.type, dtype=torch.bfloat16):
+    device = last.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device != "cpu"):  # where many CPUs are slow
         logits = head.logits(estimates)
         with torch.no_grad():
             wanted = head._model[0].get_output_embeddings()(last[places]).float().softmax(dim=-1)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.drafters.dflash.block_plan import BlockPlan
 from stand.drafters.dflash.head import DFlashHead
 from stand.drafters.heads.followed_features import FollowedFeatures
 from stand.forward.few_tokens.linear_layers import few_token_layers
@@ -58,21 +59,14 @@ class FollowedBlocks(FollowedFeatures):
         self._lengths = self._lengths + counts
         self._fresh = [fresh[:0] for fresh in self._fresh]
 
-    def _plans(self, pending: np.ndarray) -> dict[bool, StepPlan]:
+    def _plans(self, pending: np.ndarray) -> dict[bool, BlockPlan]:
         """Of one block per row, by whether its places see those before them alone."""
         settings = self._head.settings
-        size, num_rows = settings.block_size, len(pending)
-        token_ids = np.full((num_rows, size), settings.mask_token_id, dtype=np.int32)
+        token_ids = np.full((len(pending), settings.block_size), settings.mask_token_id, dtype=np.int32)
         token_ids[:, 0] = pending
-        plans = {}
-        for is_causal in dict.fromkeys(settings.is_causal):
-            seen = np.tri(size, dtype=bool) if is_causal else np.ones((size, size), dtype=bool)
-            plans[is_causal] = StepPlan(
-                token_ids.ravel(), size * np.arange(num_rows + 1), np.tile(np.arange(size), num_rows),
-                np.tile(seen, (num_rows, 1)), self._lengths, device=self._target.device,
-            )  # fmt: skip
-            plans[is_causal].has_few_tokens &= is_causal or not self._head.has_windows  # it counts windows by paths
-        return plans
+        told = {"has_windows": self._head.has_windows, "device": self._target.device}
+        kinds = dict.fromkeys(settings.is_causal)
+        return {kind: BlockPlan(token_ids, self._lengths, is_causal=kind, **told) for kind in kinds}
 
     def _fill(self, place: int, history: np.ndarray, features: torch.Tensor) -> None:
         """The keys of all features."""

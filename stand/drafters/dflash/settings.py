@@ -20,6 +20,7 @@ KIND = "qwen3"  # of the layers
 USUAL_BLOCK = 16  # where a checkpoint names none
 NUMBERS = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}  # and what is plain
 COUNTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank")
+PLAIN_THETA = 10_000.0  # of rotary angles where the target names none
 SHALLOW = 8  # layers of a target that is read to its borders
 MARKOV_KINDS = ("vanilla", "gated")
 
@@ -60,6 +61,36 @@ class DFlashSettings:
     def num_guesses(self) -> int:
         """Places that guess."""
         return self.block_size if self.has_anchor_law else self.block_size - 1
+
+    @classmethod
+    def for_target(
+        cls,
+        target: PreTrainedModel,
+        *,
+        num_layers: int = 2,
+        most_read: int = 5,
+        block_size: int = 8,
+        mask_token_id: int | None = None,
+        **extras: object,
+    ) -> DFlashSettings:
+        """Layers of the target's sizes, with plain rotations and without windows, to be trained.
+
+        most_read: of the target's layers. mask_token_id: None for the last token. extras: further settings, by name.
+        """
+        config = text_config(target)
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size")
+        names += ("intermediate_size", "max_position_embeddings")
+        known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+        known.setdefault("intermediate_size", 4 * known["hidden_size"])
+        known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
+        theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", PLAIN_THETA)
+        rope = {"rope_type": "default", "rope_theta": theta}
+        mask = target.get_input_embeddings().weight.shape[0] - 1 if mask_token_id is None else mask_token_id
+        own = Qwen3Config(num_hidden_layers=num_layers, rope_parameters=rope, **known)
+        layers = usual_layers(target, count=most_read)
+        found = cls(own, layers, block_size, mask, (False,) * num_layers, **extras)
+        _check(found.as_json() | found.as_json()["dflash_config"], own, target)
+        return found
 
     @classmethod
     def read(cls, folder: Path, target: PreTrainedModel) -> DFlashSettings:

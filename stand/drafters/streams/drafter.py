@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from os import PathLike
 
 from transformers import PreTrainedModel
 
 from stand.drafters.blended import MOST_NODES, default_budget
 from stand.drafters.drafter import Drafter, DraftRequest
-from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
+from stand.drafters.growing_draft import grow_best_first, planted, typical_tree
 from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import Law, StreamRider
 from stand.drafters.streams.weights import Streams
-from stand.trees import ROOT, DraftBatch
+from stand.trees import DraftBatch
 
 
 class StreamingDrafter(Drafter):
@@ -70,32 +68,12 @@ class StreamingDrafter(Drafter):
         """One tree per row; see `Drafter.draft`."""
         budget = self.most_nodes(len(request.histories))
         drafts = planted(request, budget + 1)
-        grow(drafts, self.rider.laws_of(request), budget)
+        laws = self.rider.laws_of(request)
+
+        def law_of(row: int, node: int) -> Law | None:
+            """Of stream d + 1 at a node of depth d."""
+            depth, law = drafts[row].depths[node], laws[row]
+            return None if law is None or depth >= len(law[0]) else (law[0][depth], law[1][depth])
+
+        grow_best_first(drafts, law_of, budget)
         return DraftBatch.concatenate([draft.tree() for draft in drafts])
-
-
-def grow(drafts: Sequence[GrowingDraft], laws: Sequence[Law | None], budget: int) -> None:
-    """Reveal at most `budget` nodes, the most likely next child of all rows first. Row i's nodes of depth d open with
-    the law of its stream d + 1; without laws a draft stays as it is."""
-    heap: list[tuple[float, int, int]] = []  # (-chance of the next child, row, node)
-
-    def push(row: int, node: int) -> None:
-        chance = drafts[row].next_chance(node)
-        if chance > 0.0:
-            heapq.heappush(heap, (-chance, row, node))
-
-    def open_node(row: int, node: int) -> None:
-        depth, (ids, probs) = drafts[row].depths[node], laws[row]
-        if depth < len(ids):
-            drafts[row].open(node, ids[depth], probs[depth])
-            push(row, node)
-
-    for row, law in enumerate(laws):
-        if law is not None:
-            open_node(row, ROOT)
-    for _ in range(budget):
-        if not heap:
-            break
-        _, row, node = heapq.heappop(heap)
-        open_node(row, drafts[row].reveal(node))
-        push(row, node)

@@ -22,7 +22,7 @@ from training.recipes.dflash import EXTRAS, RECIPE
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = options_of(RECIPE, __doc__)
-    parser.add_argument("--kind", choices=EXTRAS, default="dflash2", help="of head (%(default)s)")
+    parser.add_argument("--kind", dest="head_kind", choices=EXTRAS, default="dflash2", help="of head (%(default)s)")
     parser.add_argument("--block-size", type=positive_integer, default=8, help="places of a block (%(default)s)")
     parser.add_argument("--layers", type=positive_integer, default=2, help="of the head (%(default)s)")
     parser.add_argument("--layers-read", type=positive_integer, default=3, help="of the target, at most (%(default)s)")

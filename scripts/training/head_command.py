@@ -37,6 +37,7 @@ from training.head_training import Recipe, describe, train_head
 FILES = ("generations.jsonl", "held_out.jsonl", "state.pt", "state.new", SETTINGS)  # of checkpoints
 FIXED = ("problems", "num_problems", "instruction", "max_new_tokens", "dtype", "seed")  # what decides held-out texts
 FIXED_IN_TRAINING = ("temperature", "learning_rate", "streams", "layers", "rank")
+FIXED_IN_TRAINING += ("head_kind", "block_size", "layers_read", "mask_token_id")
 HELD_OUT_ONE_IN = 8  # problems of a file; the bundled model's generated ones have a split of their own
 
 
@@ -96,6 +97,8 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     torch.manual_seed(arguments.seed)
     tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
+    if recipe.check is not None and not arguments.evaluate:
+        recipe.check(model, arguments)
     if arguments.fresh:
         forget_checkpoints(arguments.checkpoints, FILES)
     remedy = "give those, or name another --checkpoints" if arguments.evaluate else ANEW

@@ -45,6 +45,7 @@ class Recipe:
     loss: Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, float]]  # and the share of equal best tokens
     agreement: Callable[[torch.nn.Module, PreTrainedModel, list[Generation]], object]  # the same on held-out texts
     files: frozenset[str] = frozenset({WEIGHT_FILE, FACTS})  # that a folder of trained weights holds
+    check: Callable[[PreTrainedModel, Namespace], object] | None = None  # raises ValueError before texts are written
 
 
 def padded_tokens(generations: list[Generation]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from stand.drafters.heads.trained_part import FAMILIES, WEIGHT_FILE
 from stand.forward.model import text_config
 from training.checkpoint import FACTS
 from training.generations import Generation, shuffled_batches
-from training.head_training import Recipe, padded_tokens, places_for_laws
+from training.head_training import MOST_LAW_NUMBERS, Recipe, padded_tokens, places_for_laws
 
 ANCHORS = 256  # blocks of a batch
 DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}  # by block size: a place weighs exp(-place / decay), as published heads are trained
@@ -57,8 +57,8 @@ class ContextKeys:
 
 def settings_for(target: PreTrainedModel, options: Namespace) -> DFlashSettings:
     """Raises ValueError where options do not fit the target."""
-    extras = dict(EXTRAS[options.kind])
-    rank = {"dflash2": "selector_rank", "dspark": "markov_rank"}.get(options.kind)
+    extras = dict(EXTRAS[options.head_kind])
+    rank = {"dflash2": "selector_rank", "dspark": "markov_rank"}.get(options.head_kind)
     if rank is not None:
         extras[rank] = options.rank
     return DFlashSettings.for_target(
@@ -91,11 +91,8 @@ def block_batch(head: DFlashHead, target: PreTrainedModel, generations: list[Gen
     return BlockBatch(hidden, found.last_hidden_state, token_ids, counts)
 
 
-def anchors_of(batch: BlockBatch, num_places: int) -> torch.Tensor:
-    """[R, n] int64: places of pending tokens, random ones whose next token counts; -1 where a text has too few.
-
-    num_places: that a block guesses.
-    """
+def anchors_of(batch: BlockBatch) -> torch.Tensor:
+    """[R, n] int64: places of pending tokens, random ones whose next token counts; -1 where a text has too few."""
     most = max(ANCHORS // len(batch.counts), 1)
     known = batch.counts.clone()
     known[:, 0] = False  # nothing stands before it
@@ -115,19 +112,40 @@ def estimates_at(head: DFlashHead, batch: BlockBatch, anchors: torch.Tensor) -> 
     token_ids = torch.full((rows, count, size), head.settings.mask_token_id, device=at.device)
     token_ids[..., 0] = batch.token_ids.gather(1, at)
     positions = (at[..., None] + torch.arange(size, device=at.device)).flatten(1)
-    own = torch.arange(count * size, device=at.device) // size
-    before = torch.arange(length, device=at.device) < at.repeat_interleave(size, dim=1)[..., None]
-    seen = torch.cat([before, (own[:, None] == own[None]).expand(rows, -1, -1)], dim=2)[:, None]
-    told = [{"attention_mask": seen}] * len(head.layers)
+    told = [{"attention_mask": mask} for mask in masks_of(head, at, length)]
     estimates = head(token_ids.flatten(1), positions, cache=cache, seen=told)
     return estimates.view(rows, count, *estimates.shape[1:])
+
+
+def masks_of(head: DFlashHead, at: torch.Tensor, length: int) -> list[torch.Tensor]:
+    """Per layer, bool [R, 1, n * B, L + n * B]: what places of blocks that begin at `at` [R, n] see, of texts of L
+    tokens and of all blocks."""
+    size = head.settings.block_size
+    number = torch.arange(at.shape[1] * size, device=at.device)
+    begins = at.repeat_interleave(size, dim=1)[..., None]  # [R, n * B, 1]
+    places = begins + (number % size)[:, None]
+    texts = torch.arange(length, device=at.device)
+    is_own = number[:, None] // size == number // size
+    kinds: dict[tuple[bool, int | None], torch.Tensor] = {}
+    found = []
+    for layer, is_causal in zip(head.layers, head.settings.is_causal, strict=True):
+        window = layer.self_attn.sliding_window
+        if (is_causal, window) not in kinds:
+            before, block = texts < begins, is_own & (number <= number[:, None]) if is_causal else is_own
+            if window is not None:
+                before = before & (places - texts < window)
+                block = block & (number[:, None] - number < window)
+            block = block.expand(len(at), -1, -1)
+            kinds[is_causal, window] = torch.cat([before, block], dim=2)[:, None]
+        found.append(kinds[is_causal, window])
+    return found
 
 
 def compared(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of all places of random blocks that count: (estimates [n, D], what the target's LM head reads there [n, D], the
     token before [n], its number in its block [n])."""
     num_places, length = head.settings.num_guesses, batch.token_ids.shape[1]
-    anchors = anchors_of(batch, num_places)
+    anchors = anchors_of(batch)
     estimates = estimates_at(head, batch, anchors)
     steps = torch.arange(num_places, device=anchors.device)
     before = (anchors.clamp(min=0)[..., None] + steps).clamp(max=length - 1).flatten(1)  # [R, n * G]
@@ -154,8 +172,8 @@ def head_loss(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, float]
         loss = (weights * torch.nn.functional.cross_entropy(logits, wanted, reduction="none")).sum()
         if head.pairs is not None:
             loss = loss + (weights * pair_loss(head, estimates, before, logits, wanted)).sum()
-    agreement = (logits.argmax(dim=-1) == wanted.argmax(dim=-1)).float().mean().item()
-    return loss, agreement
+    is_same = logits.argmax(dim=-1) == wanted.argmax(dim=-1)
+    return loss, is_same.sum().item() / max(len(is_same), 1)
 
 
 def pair_loss(
@@ -177,13 +195,22 @@ def agreement_on(head: DFlashHead, target: PreTrainedModel, generations: list[Ge
     torch.manual_seed(0)  # of the places
     for part in shuffled_batches(generations, tokens_per_batch=8192, seed="agreement"):
         estimates, last, before, numbers = compared(head, block_batch(head, target, part))
-        found = head.laws(estimates[:, None], before, temperature=1.0, count=1, width=1)
-        guessed = (found.ids[:, 0, 0] if head.pairs is None else found.pair_ids[:, 0, 0, 0]).long()
-        is_same = guessed == target.get_output_embeddings()(last).argmax(dim=-1)
+        most = max(MOST_LAW_NUMBERS // head.num_guessed, 1)  # at a time
+        parts = zip(estimates.split(most), last.split(most), before.split(most), strict=True)
+        is_same = torch.cat([is_guessed(head, target, *each) for each in parts])
         for place in range(num_places):
             same[place] += int(is_same[numbers == place].sum())
             count[place] += int((numbers == place).sum())
     return [round(one / max(all_, 1), 4) for one, all_ in zip(same, count, strict=True)]
+
+
+def is_guessed(
+    head: DFlashHead, target: PreTrainedModel, estimates: torch.Tensor, last: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """[n] bool: head and target hold the same token the best."""
+    found = head.laws(estimates[:, None], before, temperature=1.0, count=1, width=1)
+    guessed = (found.ids[:, 0, 0] if head.pairs is None else found.pair_ids[:, 0, 0, 0]).long()
+    return guessed == target.get_output_embeddings()(last).argmax(dim=-1)
 
 
 RECIPE = Recipe(
@@ -195,4 +222,5 @@ RECIPE = Recipe(
     head_loss,
     agreement_on,
     files=frozenset({WEIGHT_FILE, CONFIG_FILE, FACTS}),
+    check=settings_for,
 )

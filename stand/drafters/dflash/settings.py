@@ -23,6 +23,7 @@ COUNTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_
 PLAIN_THETA = 10_000.0  # of rotary angles where the target names none
 SHALLOW = 8  # layers of a target that is read to its borders
 MARKOV_KINDS = ("vanilla", "gated")
+FOREIGN = "take a head that was trained for this model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +79,20 @@ class DFlashSettings:
         most_read: of the target's layers. mask_token_id: None for the last token. extras: further settings, by name.
         """
         config = text_config(target)
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size")
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
         names += ("intermediate_size", "max_position_embeddings")
         known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+        known["vocab_size"] = target.get_input_embeddings().weight.shape[0]
+        known.setdefault("num_key_value_heads", known["num_attention_heads"])
         known.setdefault("intermediate_size", 4 * known["hidden_size"])
         known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", PLAIN_THETA)
         rope = {"rope_type": "default", "rope_theta": theta}
-        mask = target.get_input_embeddings().weight.shape[0] - 1 if mask_token_id is None else mask_token_id
+        mask = known["vocab_size"] - 1 if mask_token_id is None else mask_token_id
         own = Qwen3Config(num_hidden_layers=num_layers, rope_parameters=rope, **known)
         layers = usual_layers(target, count=most_read)
         found = cls(own, layers, block_size, mask, (False,) * num_layers, **extras)
-        _check(found.as_json() | found.as_json()["dflash_config"], own, target)
+        _check(found.as_json() | found.as_json()["dflash_config"], own, target, remedy="choose other settings")
         return found
 
     @classmethod
@@ -174,7 +177,7 @@ def _config(layers: dict) -> Qwen3Config:
     return config
 
 
-def _check(known: dict, config: Qwen3Config, target: PreTrainedModel) -> None:
+def _check(known: dict, config: Qwen3Config, target: PreTrainedModel, *, remedy: str = FOREIGN) -> None:
     own, count = text_config(target).hidden_size, target.get_input_embeddings().weight.shape[0]
     size, mask, kind = known.get("block_size", USUAL_BLOCK), known.get("mask_token_id"), known.get("markov_head_type")
     rope = config.rope_parameters.get("rope_type")
@@ -206,7 +209,7 @@ def _check(known: dict, config: Qwen3Config, target: PreTrainedModel) -> None:
     }
     for rule, is_met in obstacles.items():
         if is_met:
-            raise ValueError(f"a DFlash head must have {rule}; take a head that was trained for this model")
+            raise ValueError(f"a DFlash head must have {rule}; {remedy}")
 
 
 def _is_whole(value: object, least: int) -> bool:

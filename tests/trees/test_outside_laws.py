@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from noisy_walks import draft, stream
-from outside_trees import outside_laws
+from outside_trees import law_at, outside_laws
 from reference_blended import SlowBlend
 from reference_outside import SlowOutside
 
@@ -133,6 +133,66 @@ def test_a_law_is_found_by_the_tokens_that_lead_to_it():
     assert tokens_below(batch, 7, 10) == set() and tokens_below(batch, 8, 11) == {12}
 
 
+LEVELS = [
+    (-1, 4, [(7, 0.3), (8, 0.3), (9, 0.3)]),
+    (0, ANY, [(20, 0.3)]),
+    (0, 7, [(10, 0.3)]),  # nothing below: goes on as the node of any token
+    (0, 8, [(11, 0.3), (15, 0.3)]),  # goes on by its own
+    (3, 11, [(12, 0.3)]),
+    (1, ANY, [(13, 0.3)]),
+    (1, 10, [(14, 0.3)]),
+]
+
+
+def test_a_node_without_children_goes_on_as_its_sibling_of_any_token():
+    batch = draft(BlendedLookup(), [np.array([3, 4], np.int32)], 40, outside=outside_laws([LEVELS]))
+    below = {
+        (): {7, 8, 9}, (7,): {10}, (8,): {11, 15}, (9,): {20}, (7, 10): {14}, (8, 11): {12}, (8, 15): set(),
+        (9, 20): {13}, (7, 10, 14): set(), (9, 20, 13): set(),
+    }  # fmt: skip
+    assert {path: tokens_below(batch, *path) for path in below} == below
+
+
+def random_tree(rng) -> list:
+    """Up to three levels below the root; half of the nodes have no children."""
+    tree, ends = [(-1, 0, [(0, 0.4), (1, 0.3), (2, 0.2)])], [0]
+    for _ in range(3):
+        begun = []
+        for node in ends:
+            for token in rng.permutation([ANY, 0, 1, 2])[: rng.integers(0, 4)].tolist():
+                law = [(int(one), 0.5 - 0.2 * place) for place, one in enumerate(rng.permutation(4)[:2])]
+                tree.append((node, token, law if rng.random() < 0.8 else []))
+                begun.append(len(tree) - 1)
+        ends = [node for node in begun if rng.random() < 0.5]
+    return tree
+
+
+def laws_found(tree) -> dict[tuple[int, ...], tuple[set[int], set[int]]]:
+    """By path: tokens drafted by an empty lookup below it, and those of the slow twin's law."""
+    batch = draft(BlendedLookup(), [np.array([3, 0], np.int32)], 400, outside=outside_laws([tree]))
+    paths = {0: ()}
+    for node in range(1, batch.num_nodes):
+        paths[node] = (*paths[int(batch.parents[node])], int(batch.token_ids[node]))
+    return {
+        path: (set(batch.token_ids[batch.parents == node].tolist()), {token for token, _ in law_at(tree, path)})
+        for node, path in paths.items()
+    }
+
+
+def test_laws_are_found_as_the_slow_twin_finds_them():
+    rng, deepest, gone_on = np.random.default_rng(3), 0, 0
+    for _ in range(60):
+        tree = random_tree(rng)
+        found = laws_found(tree)
+        assert all(drafted == expected for drafted, expected in found.values())
+        deepest = max(deepest, *map(len, found))
+        ends = set(range(len(tree))) - {parent for parent, *_ in tree}
+        stopped = [*tree, *((node, 98, []) for node in ends)]  # with children of their own they go on by those alone
+        gone_on += any(law_at(tree, path) != law_at(stopped, path) for path in found)
+        assert all(drafted == expected for drafted, expected in laws_found(stopped).values())
+    assert deepest >= 4 and gone_on > 5
+
+
 def test_rows_have_laws_of_their_own_or_none():
     laws = outside_laws([[(-1, 4, [(7, 0.5)])], [], [(-1, 4, [(8, 0.9)])]])
     batch = draft(BlendedLookup(), [np.array([3, 4], np.int32)] * 3, 9, outside=laws)
@@ -211,6 +271,39 @@ def test_equal_rows_do_not_teach_each_other_that_contexts_suffice():
             lookup.learn_batch(batch, [text[: end - 1]] * num_rows, ids, probs)
         shares[num_rows] = estimates_at_root(lookup, text[:14].tolist(), [(999, 0.8)]).get(999, 0.0)
     assert shares[4] > shares[1] + 0.03 > 0.8
+
+
+def learned_from(tree_of) -> list[float]:
+    """Estimates of one and the same draft, after lessons whose third token has a law that `tree_of` may lead to."""
+    lookup = BlendedLookup()
+    for path, chain, own, ids, probs in lessons(60):
+        third = list(zip(ids[2].tolist(), probs[2].tolist(), strict=True))[:3]
+        laws = outside_laws([tree_of(chain, own, third)])
+        lookup.learn_batch(chain_of(chain, laws), [np.array(path, np.int32)], ids, probs)
+    lookup.check()
+    law = [(4, 0.5), (5, 0.3)]
+    asked = outside_laws([[(-1, 2, law), (0, ANY, law), (1, ANY, law)]])
+    return draft(lookup, [np.array([1, 2], np.int32)], 12, outside=asked).path_estimates.tolist()
+
+
+def test_lessons_find_the_law_that_a_node_went_on_to():
+    """Through its sibling of any token where it has no children of its own, as the draft did."""
+    other = [(99, 0.5)]
+
+    def levels(chain, own, third):
+        return [(-1, chain[0], own[0]), (0, ANY, other), (0, chain[1], own[1]), (1, chain[2], third)]
+
+    def explicit(chain, own, third):
+        return [(-1, chain[0], own[0]), (0, chain[1], own[1]), (1, chain[2], third)]
+
+    def own_children(chain, own, third):
+        return [*levels(chain, own, third), (2, 98, other)]
+
+    def without(chain, own, third):
+        return [(-1, chain[0], own[0]), (0, chain[1], own[1])]
+
+    assert learned_from(levels) == learned_from(explicit)
+    assert learned_from(own_children) == learned_from(without) != learned_from(levels)
 
 
 def test_clear_forgets_what_laws_are_worth():

@@ -19,6 +19,10 @@ ANY = OutsideLaws.ANY_TOKEN
 DEEP = [(-1, 0, [(2, 0.7), (0, 0.2)]), (0, 2, [(1, 0.6), (2, 0.3)]), (0, 0, [(1, 0.9)]), (1, 1, [(0, 0.8)])]
 FLAT = [(-1, 0, [(1, 0.4), (2, 0.3), (0, 0.3)])]
 LOOSE = [(-1, 0, [(0, 0.5), (1, 0.3)]), (0, ANY, [(2, 0.9)]), (1, ANY, [(0, 0.5), (1, 0.5)])]
+LEVELS = [  # a law for each token before, or for any; nodes without children go on as the one of any token
+    (-1, 0, [(0, 0.5), (1, 0.3)]), (0, ANY, [(2, 0.9)]), (0, 1, [(0, 0.6), (2, 0.3)]), (1, ANY, [(1, 0.7)]),
+    (1, 0, [(2, 0.5), (1, 0.4)]),
+]  # fmt: skip
 UNSEEN = [(-1, 0, [(5, 0.5), (6, 0.4)]), (0, 5, [(7, 0.9)])]  # tokens that the lookup of three does not know
 
 GROWN = {  # name: laws of the two rows, settings
@@ -26,6 +30,8 @@ GROWN = {  # name: laws of the two rows, settings
     "laws below drawn tokens": ([DEEP, DEEP], {"budget": 4}),
     "one row has none": ([DEEP, []], {"budget": 4}),
     "any token": ([LOOSE, FLAT], {"budget": 4}),
+    "levels": ([LEVELS, DEEP], {"budget": 4}),
+    "levels, one row alone": ([LEVELS, []], {"budget": 5, "max_depths": [3, 1]}),
     "equal histories, other laws": ([DEEP, LOOSE], {"budget": 3, "histories": SAME}),
     "a floor and prices": ([DEEP, LOOSE], {"budget": 5, "floor": 0.1, "rises": np.full(5, 0.05, np.float32)}),
     "rows that grow alone": ([DEEP, FLAT], {"budget": 6, "max_nodes": [2, 3]}),

@@ -154,16 +154,16 @@ def test_a_node_without_children_goes_on_as_its_sibling_of_any_token():
 
 
 def random_tree(rng) -> list:
-    """Up to three levels below the root; half of the nodes have no children."""
+    """Three levels below the root, the nodes of any token going on; of the others few have children of their own."""
     tree, ends = [(-1, 0, [(0, 0.4), (1, 0.3), (2, 0.2)])], [0]
     for _ in range(3):
         begun = []
         for node in ends:
-            for token in rng.permutation([ANY, 0, 1, 2])[: rng.integers(0, 4)].tolist():
+            for token in (ANY, *rng.permutation(3)[: rng.integers(0, 4)].tolist()):
                 law = [(int(one), 0.5 - 0.2 * place) for place, one in enumerate(rng.permutation(4)[:2])]
                 tree.append((node, token, law if rng.random() < 0.8 else []))
-                begun.append(len(tree) - 1)
-        ends = [node for node in begun if rng.random() < 0.5]
+                begun += [len(tree) - 1] if rng.random() < (0.8 if token == ANY else 0.2) else []
+        ends = begun
     return tree
 
 
@@ -190,7 +190,7 @@ def test_laws_are_found_as_the_slow_twin_finds_them():
         stopped = [*tree, *((node, 98, []) for node in ends)]  # with children of their own they go on by those alone
         gone_on += any(law_at(tree, path) != law_at(stopped, path) for path in found)
         assert all(drafted == expected for drafted, expected in laws_found(stopped).values())
-    assert deepest >= 4 and gone_on > 5
+    assert deepest >= 4 and gone_on > 20
 
 
 def test_rows_have_laws_of_their_own_or_none():

@@ -205,3 +205,35 @@ def test_layers_of_a_head_are_those_of_its_configuration():
     assert not random_dflash(deep_target()).has_windows and head.config.head_dim == LAYER["head_dim"]
     assert head.fusion() is None and list(head.layers_of_a_run()) == list(head.layers)
     assert 0 < head.share_of_step() < 1
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\x80" * 300])
+def test_damaged_files_are_refused_by_name(content, tmp_path):
+    made(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model.safetensors must hold tensors, got \w+: \w.*; fetch or write"):
+        DFlashHead.load(deep_target(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights * float("nan"), "norm.weight in .*model.safetensors must be finite"),
+        (lambda weights: weights.to(torch.int8), "norm.weight in .* must hold floats of .*got torch.int8; dequantise"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(change, message, tmp_path):
+    tensors, config = made(tmp_path)
+    tensors["norm.weight"] = change(tensors["norm.weight"])
+    write(tmp_path, tensors, config)
+    with pytest.raises(ValueError, match=message):
+        DFlashHead.load(deep_target(), tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    made(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="must be a file or a folder with model.safetensors or pytorch_model.bin, got"):
+        DFlashHead.load(deep_target(), tmp_path)
+    with pytest.raises(ValueError, match="DFlashHead must have a transformers model as its target, got str; load"):
+        DFlashHead("a/model", random_dflash(deep_target()).settings)

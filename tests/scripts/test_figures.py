@@ -122,7 +122,7 @@ def test_tables_of_rules(part, header, number):
     for column, temperature in enumerate((0.2, 0.6, 1.0, 2.0), start=1):
         asked = rules_asked(part, temperature)
         base = asked["sampled", "traversal"]
-        for row in rows_under("verifiers.md", header, number):
+        for row in rows_under("verifiers_measured.md", header, number):
             drafts, rule = re.match(r"(\w+), `(\w+)`", row[0]).groups()
             arm = asked[drafts, rule]
             known = (
@@ -141,7 +141,7 @@ def test_the_table_of_chains():
         if (one["part"], one["gamma"]) == ("chains", 8)
     }
     wrong, drafts = [], None
-    for name, what, *cells in rows_under("verifiers.md", "| drafts, gamma 8 |"):
+    for name, what, *cells in rows_under("verifiers_measured.md", "| drafts, gamma 8 |"):
         drafts = name or drafts
         for temperature, cell in zip((0.2, 0.6, 1.0, 2.0), cells, strict=True):
             arm = arms[drafts, temperature]

@@ -205,7 +205,7 @@ def test_replayed_tokens_per_step_of_real_models():
     ("header", "pairs"),
     [
         (
-            "| model | setting | ours, 80 nodes |",
+            "| model | setting | N | ours, 80 nodes |",
             [
                 ("STAND's rule, 79", "deterministic, 80"),
                 ("token recycling, 79", "deterministic, 80"),
@@ -213,21 +213,21 @@ def test_replayed_tokens_per_step_of_real_models():
             ],
         ),
         (
-            "| model | setting | 8 nodes, N = 1 / 16 |",
+            "| model | setting | N | 8 nodes |",
             [(f"laws, 10 a row, {nodes}", f"tokens, {nodes}") for nodes in (8, 32, 80)],
         ),
         (
-            "| model | setting | mixed | sampled |",
+            "| model | setting | N | mixed | sampled |",
             [("mixed, 32", "deterministic, 32"), ("sampled, 32", "deterministic, 32")],
         ),
     ],
 )
 def test_gains_of_real_models(header, pairs):
     results, wrong = replayed(), []
-    for name, setting, *cells in rows_under("real_models_measured.md", header):
+    for name, setting, samples, *cells in rows_under("real_models_measured.md", header):
         gains = [cell for cell in cells if "±" in cell]
         for cell, names in zip(gains, pairs, strict=True):
             one, other = (results[MODELS[name], setting, f"{arm} nodes, 1 rows"] for arm in names)
-            known = [number for count in (1, 16) for number in known_gain(one, other, count)]
-            wrong += [(name, setting, names[0], pair) for pair in differing(cell, known)]
+            known = list(known_gain(one, other, int(samples)))
+            wrong += [(name, setting, samples, names[0], pair) for pair in differing(cell, known)]
     assert wrong == []

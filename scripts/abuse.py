@@ -1,4 +1,4 @@
-"""Tries to break the engine's public door, the compiled core and the lookup files, and counts what came of it.
+"""Try to break the engine's public door, the compiled core and the lookup files, and count what comes of it.
 
     python scripts/abuse.py --tries 20000 --kills 300 --seed 1
 

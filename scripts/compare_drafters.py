@@ -1,5 +1,6 @@
-"""Tokens per step of the lookup, of an EAGLE head, of streams, and of either one or of nearest neighbours blended
-with the lookup, at equal draft nodes, by number of samples.
+"""Which drafter keeps more at equal draft nodes? Tokens per step of the lookup, a head, streams, and blends of them.
+
+An EAGLE head or streams draft alone, or they or nearest neighbours are blended with the lookup; by number of samples.
 
     python scripts/compare_drafters.py                                        # bundled model and its shipped head
     python scripts/compare_drafters.py --model smollm2 --head eagle_smollm2   # a head of your own

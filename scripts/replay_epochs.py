@@ -1,4 +1,4 @@
-"""Replays successive checkpoints of one model as epochs: what is a lookup worth that is kept from epoch to epoch?
+"""Replay successive checkpoints of one model as epochs: what is a lookup worth that is kept from epoch to epoch?
 
     python scripts/replay_epochs.py FILE --tokenizer tokenizer.json --fade 0.9 0.95 1 --budget 8 32 --max-tokens 4000
 

@@ -1,4 +1,4 @@
-"""Replays recorded streams through the doors of serving engines, many rows at once, without a model.
+"""Replay recorded streams through the doors of serving engines, many rows at once, without a model.
 
     python scripts/replay_serving.py FILE... --tokenizer tokenizer.json --door vllm suffix suffix-most --size 4 8 16
     python scripts/replay_serving.py FILE... --tokenizer tokenizer.json --door sglang --size 8 12 32 --rows 4

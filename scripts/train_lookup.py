@@ -1,4 +1,4 @@
-"""Learns a blended lookup from texts or trajectories and writes it to a file.
+"""Learn a blended lookup from texts or trajectories and write it to a file.
 
     python scripts/train_lookup.py FILE... --tokenizer tokenizer.json --output warm.blend
     python scripts/replay.py RECORDINGS --tokenizer tokenizer.json --lookup warm.blend

@@ -1,5 +1,4 @@
-"""Train the streams of Speculative Streaming beside a frozen model, from its own generations
-(docs/learned_drafters.md).
+"""Train the streams of Speculative Streaming for a frozen model from its own generations (docs/learned_drafters.md).
 
     python scripts/train_streams.py --minutes 30                                  # scripts/drafters/streams
     python scripts/train_streams.py --model smollm2 --output streams_smollm2      # streams of your own

@@ -1,5 +1,6 @@
-"""Which causal language models of the installed transformers are served: a tiny random model of each class is wrapped,
-and its greedy tokens are compared with those of `model.generate`.
+"""Which model classes of the installed transformers are served?
+
+A tiny random model of each causal class is wrapped, and its greedy tokens are compared with those of `model.generate`.
 
     python scripts/try_families.py                                   # all, about two minutes on a core
     python scripts/try_families.py --only llama,deepseek_v3,mamba

@@ -12,7 +12,7 @@ from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
 
 ROUNDING = 1e-6  # pages
-GROWTH = 512  # slots; best of 1, 64, 512 and 2,048 in a simulated run (docs/long_runs.md)
+GROWTH = 512  # slots; best of 1, 64, 512 and 2,048 in a simulated run (docs/long_runs_measured.md)
 
 
 class WithinPages(Admission):

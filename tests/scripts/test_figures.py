@@ -86,7 +86,7 @@ def test_the_table_of_the_held_out_half():
     }
     arms = [(drafter, setting) for drafter in ("lookup", "stand") for setting in ("all", "same")]
     arms.append(("arctic", "all"))
-    rows = rows_under("drafting.md", "| family (tokens) | nodes |")
+    rows = rows_under("drafting_measured.md", "| family (tokens) | nodes |")
     assert len(rows) == 3 * 5
     wrong = []
     for name, budget, *cells in rows:
@@ -122,7 +122,7 @@ def test_tables_of_rules(part, header, number):
     for column, temperature in enumerate((0.2, 0.6, 1.0, 2.0), start=1):
         asked = rules_asked(part, temperature)
         base = asked["sampled", "traversal"]
-        for row in rows_under("verifiers.md", header, number):
+        for row in rows_under("verifiers_measured.md", header, number):
             drafts, rule = re.match(r"(\w+), `(\w+)`", row[0]).groups()
             arm = asked[drafts, rule]
             known = (
@@ -141,7 +141,7 @@ def test_the_table_of_chains():
         if (one["part"], one["gamma"]) == ("chains", 8)
     }
     wrong, drafts = [], None
-    for name, what, *cells in rows_under("verifiers.md", "| drafts, gamma 8 |"):
+    for name, what, *cells in rows_under("verifiers_measured.md", "| drafts, gamma 8 |"):
         drafts = name or drafts
         for temperature, cell in zip((0.2, 0.6, 1.0, 2.0), cells, strict=True):
             arm = arms[drafts, temperature]
@@ -175,20 +175,28 @@ def known_gain(one: dict, other: dict, samples: int) -> tuple[float, float]:
 
 def test_replayed_tokens_per_step_of_real_models():
     results, wrong = replayed(), []
-    for name, setting, *cells in rows_under("real_models.md", "| model | setting | 8 nodes, N = 1 / 4 / 16 | 32 nodes"):
+    main = rows_under("real_models.md", "| model | setting | tokens per step: N = 1 |")
+    rest = rows_under("real_models_measured.md", "| model | setting | 8 nodes: N = 1 |")
+    for (name, setting, *cells), others in zip(main, rest, strict=True):
+        assert others[:2] == [name, setting]
         ours = {
             size: results[MODELS[name], setting, f"deterministic, {size[0]} nodes, {size[1]} rows"]
             for size in ((8, 1), (32, 1), (80, 1), (32, 4), (64, 8))
         }
+        columns = [
+            *((8, 1, count) for count in (1, 4, 16)),
+            *((80, 1, count) for count in (1, 4, 16)),
+            *((32, 4, count) for count in (4, 16)),
+            *((64, 8, count) for count in (8, 16)),
+        ]
         known = [
-            [known_rate(ours[8, 1], count)[0] for count in (1, 4, 16)],
             *(list(known_rate(ours[32, 1], count)) for count in (1, 4, 16)),
-            [known_rate(ours[80, 1], count)[0] for count in (1, 4, 16)],
-            [known_rate(ours[32, 4], count)[0] for count in (4, 16)],
-            [known_rate(ours[64, 8], count)[0] for count in (8, 16)],
+            *([known_rate(ours[nodes, rows], count)[0]] for nodes, rows, count in columns),
         ]
         wrong += [
-            (name, setting, pair) for cell, one in zip(cells, known, strict=True) for pair in differing(cell, one)
+            (name, setting, pair)
+            for cell, one in zip([*cells[:3], *others[2:]], known, strict=True)
+            for pair in differing(cell, one)
         ]
     assert wrong == []
 
@@ -197,7 +205,7 @@ def test_replayed_tokens_per_step_of_real_models():
     ("header", "pairs"),
     [
         (
-            "| model | setting | ours, 80 nodes |",
+            "| model | setting | N | ours, 80 nodes |",
             [
                 ("STAND's rule, 79", "deterministic, 80"),
                 ("token recycling, 79", "deterministic, 80"),
@@ -205,21 +213,21 @@ def test_replayed_tokens_per_step_of_real_models():
             ],
         ),
         (
-            "| model | setting | 8 nodes, N = 1 / 16 |",
+            "| model | setting | N | 8 nodes |",
             [(f"laws, 10 a row, {nodes}", f"tokens, {nodes}") for nodes in (8, 32, 80)],
         ),
         (
-            "| model | setting | mixed | sampled |",
+            "| model | setting | N | mixed | sampled |",
             [("mixed, 32", "deterministic, 32"), ("sampled, 32", "deterministic, 32")],
         ),
     ],
 )
 def test_gains_of_real_models(header, pairs):
     results, wrong = replayed(), []
-    for name, setting, *cells in rows_under("real_models.md", header):
+    for name, setting, samples, *cells in rows_under("real_models_measured.md", header):
         gains = [cell for cell in cells if "±" in cell]
         for cell, names in zip(gains, pairs, strict=True):
             one, other = (results[MODELS[name], setting, f"{arm} nodes, 1 rows"] for arm in names)
-            known = [number for count in (1, 16) for number in known_gain(one, other, count)]
-            wrong += [(name, setting, names[0], pair) for pair in differing(cell, known)]
+            known = list(known_gain(one, other, int(samples)))
+            wrong += [(name, setting, samples, names[0], pair) for pair in differing(cell, known)]
     assert wrong == []

@@ -97,7 +97,7 @@ class DFlashSettings:
 
     @classmethod
     def read(cls, folder: Path, target: PreTrainedModel) -> DFlashSettings:
-        """Of a checkpoint as z-lab or vLLM's speculators publish it.
+        """Of a checkpoint as z-lab, DeepSpec or vLLM's speculators publish it.
 
         Raises ValueError where there is none, or one that this target or these layers do not fit.
         """
@@ -113,7 +113,7 @@ class DFlashSettings:
         return cls(
             config, _layers_read(given, nested, target), known.get("block_size") or USUAL_BLOCK,
             known["mask_token_id"], _causal(given, known, config),
-            has_anchor_law=bool(known.get("sample_from_anchor")), draft_vocab_size=given.get("draft_vocab_size"),
+            has_anchor_law=_has_anchor_law(given, known), draft_vocab_size=given.get("draft_vocab_size"),
             markov_head_type=known.get("markov_head_type") or "vanilla", **numbers, **counts,
         )  # fmt: skip
 
@@ -121,11 +121,12 @@ class DFlashSettings:
         """What `read` reads, in z-lab's layout."""
         theta = self.config.rope_parameters["rope_theta"]  # which transformers 4 looks for by itself
         name = "DFlash2DraftModel" if self.selector_rank else "DFlashDraftModel"
+        name = "Qwen3DSparkModel" if self.markov_rank else name
         own = self.config.to_diff_dict() | {"architectures": [name], "rope_theta": theta, "block_size": self.block_size}
         told = {name: getattr(self, name) for name in NUMBERS if getattr(self, name) != NUMBERS[name]}
         told |= {name: getattr(self, name) for name in COUNTS if getattr(self, name)}
         told |= {"markov_head_type": self.markov_head_type} if self.markov_rank else {}
-        told |= {"sample_from_anchor": True} if self.has_anchor_law else {}
+        told |= {"sample_from_anchor": self.has_anchor_law} if self.has_anchor_law or self.markov_rank else {}
         facts = {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": [layer - 1 for layer in self.feature_layers],
@@ -226,6 +227,13 @@ def _causal(given: dict, known: dict, config: Qwen3Config) -> tuple[bool, ...]:
     is_free = given.get("speculators_model_type") is not None and bool(given.get("sliding_window_non_causal"))
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return tuple(bool(told) if told is not None else kind != "full_attention" and not is_free for kind in kinds)
+
+
+def _has_anchor_law(given: dict, known: dict) -> bool:
+    """Where it is not told, heads of DeepSpec's code have one, with a Markov head or without, and no others."""
+    told = known.get("sample_from_anchor")
+    names = [given.get("speculators_model_type"), *(given.get("architectures") or ())]
+    return any("dspark" in str(name).lower() for name in names) if told is None else bool(told)
 
 
 def _layers_read(given: dict, nested: dict, target: PreTrainedModel) -> FeatureLayers:

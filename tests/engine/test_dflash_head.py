@@ -183,6 +183,25 @@ def test_layers_are_counted_as_their_publishers_do(given, layers, tmp_path):
     assert settings_of(tmp_path, CONFIG | given).feature_layers == layers
 
 
+@pytest.mark.parametrize(
+    ("given", "has_anchor_law"),
+    [
+        ({}, False),
+        ({"architectures": None}, False),
+        ({"architectures": ["Qwen3DSparkModel"]}, True),
+        ({"architectures": "Qwen3DSparkModel"}, True),
+        ({"architectures": 3, "speculators_model_type": "dspark"}, True),
+        ({"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": False}, False),
+        ({"sample_from_anchor": True}, True),
+        ({"speculators_model_type": "dflash"}, False),
+    ],
+)
+def test_which_heads_guess_at_the_pending_token(given, has_anchor_law, tmp_path):
+    """Where it is not told: those of DSpark's code."""
+    found = settings_of(tmp_path, CONFIG | given)
+    assert found.has_anchor_law == has_anchor_law and found.num_guesses == 4 + has_anchor_law
+
+
 def test_numbers_are_read_from_either_place(tmp_path):
     plain = settings_of(tmp_path, {**CONFIG, "final_logit_softcapping": None, "conv_kernel_size": None})
     assert (plain.input_embedding_scale, plain.output_multiplier, plain.final_logit_softcapping) == (1.0, 1.0, 0.0)

@@ -232,8 +232,8 @@ def _causal(given: dict, known: dict, config: Qwen3Config) -> tuple[bool, ...]:
 def _has_anchor_law(given: dict, known: dict) -> bool:
     """Where it is not told, heads of DeepSpec's code have one, with a Markov head or without, and no others."""
     told = known.get("sample_from_anchor")
-    names = [given.get("speculators_model_type"), *(given.get("architectures") or ())]
-    return any("dspark" in str(name).lower() for name in names) if told is None else bool(told)
+    names = f"{given.get('speculators_model_type')} {given.get('architectures')}"
+    return "dspark" in names.lower() if told is None else bool(told)
 
 
 def _layers_read(given: dict, nested: dict, target: PreTrainedModel) -> FeatureLayers:

@@ -120,10 +120,11 @@ TARGETS = (
         ),
         (
             *_tests("engine", "eagle_drafter", "eagle_head", "foreign_head", "streaming_drafter", "stream_weights"),
-            *_tests("engine", "dflash_head", "dflash_rows", "eagle3_head", "eagle3_rows", "mtp_head"),
+            *_tests("engine", "dflash_head", "dflash_laws", "dflash_refusals", "dflash_rows"),
+            *_tests("engine", "eagle3_head", "eagle3_rows", "mtp_head"),
             *_tests("engine", "law_source", "draft_vocabulary"),
             *_tests("engine", "paying_runs", "features", "growing_draft", "trained_parts"),
-            *_tests("verifiers", "eagle_drafts", "stream_drafts"),
+            *_tests("verifiers", "dflash_drafts", "eagle_drafts", "stream_drafts"),
         ),
     ),
     Target(

@@ -26,7 +26,7 @@ import numpy as np
 from measuring.progress import say
 
 OLDEST = (3, 11)
-MOST_BYTES = 1_000_000
+MOST_BYTES = 1 << 20
 TEST_PACKAGES = ("pytest>=8", "hypothesis>=6.100")
 TESTS = ("tests/trees", "tests/test_drafter_alone.py", "tests/test_installed.py")
 NEEDS_ENGINE = "tests/trees/test_draft_kinds.py"  # it verifies its drafts

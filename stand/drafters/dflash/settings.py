@@ -102,10 +102,7 @@ class DFlashSettings:
         Raises ValueError where there is none, or one that this target or these layers do not fit.
         """
         given, layers, nested = _parts(folder)
-        known = {
-            **given,
-            **nested,
-        }  # newer checkpoints of z-lab tell in `dflash_config` what older ones told at the top
+        known = {**given, **nested}  # what older checkpoints of z-lab tell at the top newer ones tell within
         config = _config(layers)
         _check(known, config, target)
         numbers = {name: float(known.get(name) or plain) for name, plain in NUMBERS.items()}

@@ -80,8 +80,6 @@ REFUSED = {
     "cache_implementation": "quantized",
     "output_attentions": True,
     "output_hidden_states": True,
-    "output_scores": True,
-    "output_logits": True,
 }
 WITHOUT_EFFECT = {
     "early_stopping": True,
@@ -107,14 +105,14 @@ WITHOUT_EFFECT = {
     "decoder_start_token_id": 7,
     "transformers_version": "4.0.0",
 }
-OTHER = {"max_time", "num_return_sequences"}  # tests of their own below
+OTHER = {"max_time", "num_return_sequences", "output_scores", "output_logits"}  # tests of their own
 
 
 def test_every_field_of_the_installed_version_is_decided():
     tested = [set(GREEDY), set(SAMPLED), set(SILENT_PROCESSORS), set(REFUSED), set(WITHOUT_EFFECT), OTHER]
     assert sum(map(len, tested)) == len(set().union(*tested))
     assert set().union(*tested) == FIELDS
-    decided = [set(groups.LAW), set(groups.LIMITS), set(groups.REFUSED), set(groups.WITHOUT_EFFECT)]
+    decided = [set(groups.LAW), set(groups.LIMITS), set(groups.KEPT), set(groups.REFUSED), set(groups.WITHOUT_EFFECT)]
     assert sum(map(len, decided)) == len(set().union(*decided))
     assert set().union(*decided) == FIELDS
 

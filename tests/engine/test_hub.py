@@ -324,8 +324,6 @@ def test_a_streamer_of_the_callable_form(model, argument):
 REFUSED = {
     "num_beams": {"num_beams": 2},
     "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
-    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
-    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "guidance_scale": {"guidance_scale": 2.0},
     "assistant_model": {"assistant_model": tiny_model("llama")},

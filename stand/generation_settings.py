@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
-from stand.argument_checks import check_count, check_flags, check_positive
+from stand.argument_checks import check_count, check_flags, check_number, check_positive
 from stand.forward.devices import input_device
 from stand.forward.long_factors import served_positions
 from stand.forward.model import longrope_border, text_config
@@ -351,6 +351,8 @@ def _check_ranges(config: GenerationConfig) -> None:
     check_flags(**{name: value for name, value in flags.items() if value is not None})
     for name in ("min_length", "min_new_tokens", *NGRAMS):
         check_count(name, getattr(config, name), "0 asks for nothing", least=0)
+    for name in ("encoder_repetition_penalty", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        check_number(name, getattr(config, name), "leave it out to switch it off")
     for name in ("typical_p", "epsilon_cutoff", "eta_cutoff"):
         value = getattr(config, name)
         if isinstance(value, Real) and not value <= 1:  # transformers leaves such out without a word

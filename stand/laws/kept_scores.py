@@ -79,8 +79,8 @@ def refuse_kept_scores(config: GenerationConfig) -> None:
             )
 
 
-def _values(kind: str, scored: Scored, nodes: list[int]) -> torch.Tensor:
-    """[n, V] float32, a copy."""
-    held = scored.logits if kind == LOGITS else scored.scores
-    places = uploaded(np.array(nodes, dtype=np.int64), held.device)
-    return held[places].float() if kind == LOGITS else scored.filtered(places)
+def _values(kind: str, scored: Scored, nodes: list[int]) -> Iterable[torch.Tensor]:
+    """[V] of each node, to be copied at once."""
+    if kind == LOGITS:
+        return (scored.logits[node] for node in nodes)
+    return scored.filtered(uploaded(np.array(nodes, dtype=np.int64), scored.scores.device))

@@ -164,13 +164,14 @@ class TargetLaw:
 
     def filtered(self, scores: torch.Tensor, laws: torch.Tensor) -> torch.Tensor:
         """As `warp`, where `laws` [M, V] float32 of these scores are known: they say what top_p and min_p took out, to
-        the token and without a sort. top_k alone may leave tokens whose probability is 0 in float32."""
+        the token and without a sort. top_k alone may leave tokens whose probability is 0 in float32. What is returned
+        may be `scores` themselves, written over."""
         if not self.has_filters:
             return self.warp(scores)
         is_out = (laws == 0).to(scores.device)
         if self.params.top_p == 1.0 and self.params.min_p == 0.0:
             is_out &= torch.isneginf(self.warp(scores))
-        return (scores / self.params.temperature).masked_fill(is_out, -math.inf)
+        return scores.div_(self.params.temperature).masked_fill_(is_out, -math.inf)
 
     def laws(self, scores: torch.Tensor, num_top: int = 0) -> Laws:
         """The laws of `process`ed scores [M, V], and the best `num_top` (at most V) tokens of each.

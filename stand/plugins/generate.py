@@ -143,6 +143,8 @@ def stand_generate(
     Raises ValueError by name for an argument that cannot be served exactly.
     """
     _refuse_own_inputs(model)
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids must be [rows, tokens], got {list(input_ids.shape)}; pass one row per prompt")
     shown = _shown(model)
     _refuse_unserved(input_ids, model_kwargs, shown)
     is_told = any(getattr(criterion, "wants_logprobs", False) for criterion in stopping_criteria)

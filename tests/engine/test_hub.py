@@ -344,6 +344,11 @@ def test_what_cannot_be_served_is_refused_by_name(model, name, monkeypatch):
         model.generate(**PADDED, custom_generate=stand_generate, **{"max_new_tokens": 4, **REFUSED[name]})
 
 
+def test_input_ids_of_three_dimensions_are_refused(model):
+    with pytest.raises(ValueError, match=r"input_ids must be \[rows, tokens\], got \[2, 3, 4\]; pass one row"):
+        model.generate(torch.ones(2, 3, 4, dtype=torch.long), custom_generate=stand_generate, max_new_tokens=2)
+
+
 def test_inputs_that_another_object_makes_are_refused(model, monkeypatch):
     """As peft's are, which puts learned prompts before the tokens."""
     monkeypatch.setattr(model, "prepare_inputs_for_generation", model.prepare_inputs_for_generation, raising=False)

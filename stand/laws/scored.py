@@ -22,4 +22,5 @@ class Scored(NamedTuple):
     def filtered(self, nodes: torch.Tensor) -> torch.Tensor:
         """[n, V] float32 of these nodes, a copy: scores behind the law's temperature and filters as well, -inf where
         those took a token out."""
-        return self.law.filtered(self.scores[nodes].float(), self.laws[nodes.to(self.laws.device)])
+        laws = self.laws.index_select(0, nodes.to(self.laws.device))
+        return self.law.filtered(self.scores.index_select(0, nodes).float(), laws)

@@ -35,7 +35,7 @@ from stand.forward.model import text_config
 from stand.forward.ranks import ALONE
 from stand.forward.self_check import refuse_unready
 from stand.forward.tree_attention import exclusive
-from stand.laws.kept_scores import KeptScores, kept_scores, refuse_kept_scores
+from stand.laws.kept_scores import KeptScores, new_kept_scores, refuse_kept_scores
 from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput, output_of
 from stand.row import Row
@@ -300,7 +300,7 @@ class Engine:
             reader.check_rows(count * len(read))
             jobs = [reader.job(each, range(place * count, (place + 1) * count)) for place, each in enumerate(read)]
             options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
-            options |= {"kept_scores": kept_scores(reader.settings.config, num_rows=count * len(jobs))}
+            options |= {"kept_scores": new_kept_scores(reader.settings.config, num_rows=count * len(jobs))}
             options |= {"num_rows": count * len(jobs), "max_rows": max_rows, "max_cache_bytes": max_cache_bytes}
             return self._call_of(reader, jobs, **options), jobs
 

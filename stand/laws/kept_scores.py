@@ -63,7 +63,7 @@ class KeptScores:
             return torch.zeros(self._num_rows, len(values), dtype=torch.float32, device=values.device)
 
 
-def kept_scores(config: GenerationConfig, *, num_rows: int) -> KeptScores | None:
+def new_kept_scores(config: GenerationConfig, *, num_rows: int) -> KeptScores | None:
     """As a call's settings ask for them."""
     kinds = [kind for name, kind in SETTINGS.items() if getattr(config, name, None)]
     return KeptScores(kinds, num_rows=num_rows) if kinds else None

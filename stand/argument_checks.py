@@ -28,6 +28,12 @@ def whole_number(name: str, value: object, remedy: str, *, least: int = 1) -> in
     return number
 
 
+def check_number(name: str, value: object, remedy: str) -> None:
+    """ValueError for what is neither None nor a number, booleans among it."""
+    if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
+        raise ValueError(f"{name} must be a number, got {value!r}; {remedy}")
+
+
 def check_positive(name: str, value: object, remedy: str) -> None:
     """ValueError for what is neither None nor a finite number above 0, booleans among it."""
     if value is None:

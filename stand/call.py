@@ -16,6 +16,7 @@ from stand.forward.long_factors import switching_length
 from stand.forward.model import text_config
 from stand.forward.tree_attention import exclusive, is_awaited
 from stand.laws.grammars.masks import GrammarMasks
+from stand.laws.kept_scores import KeptScores
 from stand.laws.logprobs import LogprobNotes, StepLogprobs
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
@@ -56,12 +57,13 @@ class Call:
         on_commit: Callable[[Row, list[int]], None] | None = None,
         kept: KeptPrompts | None = None,
         logprobs: LogprobNotes | None = None,
+        kept_scores: KeptScores | None = None,
     ):
         """read_law: of all jobs that were read; jobs: read as places become free.
         seed: the user's, or drawn where `is_seeded` is False; new_own_seed: gives, when the call begins, that of
         its drafts, tests and residual draws (stand/seeds.py). most_rows: see `DraftRequest`.
         on_commit: told of every row's new tokens as they are kept. kept: prompts of earlier calls. logprobs: where
-        those of the rows' tokens are written down."""
+        those of the rows' tokens are written down; kept_scores: and what they were drawn by."""
         self.seed = seed
         self.stats = Stats()
         self._border = switching_length(model)  # of rows, see `stand.forward.long_factors`
@@ -85,7 +87,7 @@ class Call:
         self._feature_layers = None if drafter is None else drafter.asked_features
         self._rider = None if drafter is None else drafter.rider
         self._on_commit = on_commit
-        self.logprobs = logprobs
+        self.logprobs, self.kept_scores = logprobs, kept_scores
         self._prompts = PromptKeys(
             model,
             new_keys=backend.key_maker(),
@@ -222,6 +224,7 @@ class Call:
         self._has_processors, self._grammar = self._law.has_processors, self._law.grammar
         if self._grammar is not None:
             self._grammar.expect(self._vocabulary_size)
+        notes = (self.logprobs, self.kept_scores)
         self._step = self._backend.new_step(
             StepStart(
                 num_places=self._num_places,
@@ -233,7 +236,7 @@ class Call:
                 feature_layers=self._feature_layers,
                 rider=self._rider,
                 pages=self.scheduler.admission.pages,
-                logprobs=None if self.logprobs is None else self.logprobs.kind,
+                held=frozenset().union(*(told.held(self._law) for told in notes if told is not None)),
             )
         )
 
@@ -274,6 +277,9 @@ class Call:
             work_on("commit")
         if read is not None:
             self.logprobs.keep(live.rows, read, [emitted for emitted, _ in ends])
+        if self.kept_scores is not None:
+            counts = [emitted for emitted, _ in ends]
+            self.kept_scores.keep(self._step.scored(), batch, verdicts.accepted, live.rows, counts)
         self._commit(live, batch, verdicts, gained, ends)
         for place, error in failures:
             self.scheduler.fail(live.rows[place], error)
@@ -333,14 +339,8 @@ class Call:
         verdicts, read = self._step.verify(), None
         self.stats.work_on("commit")
         gained, elapsed = verdicts.gained(batch), self.stats.elapsed
-        for tokens in gained:
-            if not 0 <= tokens[-1] < self._vocabulary_size:  # of a rule of the user's
-                raise ValueError(
-                    f"rule {self._verifier.name!r} must answer next tokens in [0, {self._vocabulary_size}), got "
-                    f"{tokens[-1]}; draw them from the target's rows"
-                )
         if self.logprobs is not None:
-            read = self.logprobs.read(self._step.logprobs, batch, verdicts.accepted, gained)
+            read = self.logprobs.read(self._step.scored(), batch, verdicts.accepted, gained)
         ends, failures = list(gained), []  # a place for each; few
         for place, (row, tokens) in enumerate(zip(live.rows, gained, strict=True)):
             stop, drawn, error = self.scheduler.job_of(row).stop, tokens, None

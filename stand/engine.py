@@ -31,12 +31,11 @@ from stand.call import Call
 from stand.drafters.check import check_most_nodes
 from stand.drafters.costs.step_cost import StepCost, StepTimer, clock_of, measure_cost
 from stand.drafters.drafter import Drafter, LookupDrafter
-from stand.forward.devices import input_device
-from stand.forward.long_factors import served_positions
 from stand.forward.model import text_config
 from stand.forward.ranks import ALONE
 from stand.forward.self_check import refuse_unready
 from stand.forward.tree_attention import exclusive
+from stand.laws.kept_scores import KeptScores, new_kept_scores, refuse_kept_scores
 from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput, output_of
 from stand.row import Row
@@ -47,7 +46,7 @@ from stand.scheduling.memory import admission, checked_bytes, is_number
 from stand.scheduling.open_run import OpenRun
 from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
-from stand.scheduling.sample_steps import sample_steps
+from stand.scheduling.sample_steps import checked_sizes, sample_steps
 from stand.seeds import call_seed, checked_seed
 from stand.simd.threads import release_pool
 from stand.texts.prompts import is_one_prompt
@@ -149,6 +148,7 @@ class Engine:
         None draws one; it is in the output. draft=False is ordinary decoding here; learn=False learns nothing.
         logprobs: k for those of the new tokens, and of the k likeliest tokens in each place; logprobs_mode:
         "raw_logprobs" (default) are the model's, "processed_logprobs" those of the law that is drawn from.
+        output_logits, output_scores: the whole vocabulary's numbers of every new token (docs/logprobs.md).
 
         Processors and criteria that are given are never called: every row, of processors every draft node, has a copy.
         So a state belongs in attributes, not in a closure, and a recorder stays empty. Copies share tokenizers, modules
@@ -161,7 +161,7 @@ class Engine:
         batch mates and, while the drafter learns, of earlier calls.
         """
         call, jobs = self._new_call(
-            prompts, None if streamer is None else into(streamer),
+            prompts, None if streamer is None else into(streamer), gives_tensors=True,
             input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
             num_return_sequences=num_return_sequences, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
@@ -259,23 +259,10 @@ class Engine:
 
         Raises ValueError for numbers that no step has.
         """
-        is_on_cpu, is_elsewhere = input_device(self.model).type == "cpu", self.backend.computes_elsewhere
-        num_rows = whole_number("num_rows", num_rows, "1 is usual")
-        length = whole_number("length", length, "1024 is usual")
+        is_elsewhere = self.backend.computes_elsewhere
         if seconds is not None and not (is_number(seconds) and 0 <= seconds < math.inf):
             raise ValueError(f"seconds must be a number >= 0, got {seconds!r}; leave it out to time all sizes")
-        if most_tokens is None:
-            most_tokens = 32 * num_rows if is_on_cpu else max(256, num_rows + 1)
-            most_tokens = min(most_tokens, num_rows + (self.backend.most_drafted or most_tokens))
-        most_tokens = whole_number("most_tokens", most_tokens, "leave it out for the default")
-        if most_tokens <= num_rows:
-            raise ValueError(
-                f"most_tokens must be above num_rows, got {most_tokens} and {num_rows}; a step holds one token per row "
-                "and its drafts"
-            )
-        if (context := served_positions(self.model)) is not None:
-            depth = (-(-most_tokens // num_rows)).bit_length()  # of a draft of two branches, its root included
-            length = max(min(length, context - depth), 1)
+        num_rows, length, most_tokens = checked_sizes(self.model, self.backend, num_rows, length, most_tokens)
         sizes = {"num_rows": num_rows, "length": length}
         with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
             sizes |= {"most_tokens": most_tokens, "vocab_size": text_config(self.model).vocab_size}
@@ -288,6 +275,7 @@ class Engine:
         on_commit: Callable[[Row, list[int]], None] | None,
         /,
         *,
+        gives_tensors: bool = False,
         input_ids: object = None,
         attention_mask: object = None,
         max_rows: int | None = None,
@@ -298,10 +286,10 @@ class Engine:
         **settings: object,
     ) -> tuple[Call, list[Job]]:
         """A call that has not begun, and its jobs. What does not fit raises before any work; what does not fit into
-        memory, after the drafter's preparation."""
+        memory, after the drafter's preparation. gives_tensors: whether output_scores and output_logits are served."""
         with exclusive(self.model):
             check_flags(draft=draft, learn=learn)
-            reader = self._reader(draft, **settings)
+            reader = self._reader(draft, gives_tensors=gives_tensors, **settings)
             read = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
             count = reader.settings.num_return_sequences
             if count * len(read) > MOST_RETURNED_ROWS:
@@ -312,13 +300,17 @@ class Engine:
             reader.check_rows(count * len(read))
             jobs = [reader.job(each, range(place * count, (place + 1) * count)) for place, each in enumerate(read)]
             options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
+            options |= {"kept_scores": new_kept_scores(reader.settings.config, num_rows=count * len(jobs))}
             options |= {"num_rows": count * len(jobs), "max_rows": max_rows, "max_cache_bytes": max_cache_bytes}
             return self._call_of(reader, jobs, **options), jobs
 
-    def _reader(self, draft: bool, **settings: object) -> JobReader:
+    def _reader(self, draft: bool, *, gives_tensors: bool = False, **settings: object) -> JobReader:
         needs_text = draft and (self.drafter.requires_features or self.drafter.rider is not None)
         beside = {"processor": self.processor, "follower": type(self.drafter).__name__ if needs_text else None}
-        return JobReader(self.model, self.tokenizer, self._problems, **beside, **settings)
+        reader = JobReader(self.model, self.tokenizer, self._problems, **beside, **settings)
+        if not gives_tensors:
+            refuse_kept_scores(reader.settings.config)
+        return reader
 
     def _run_of(
         self,
@@ -358,6 +350,7 @@ class Engine:
         draft: bool,
         learn: bool,
         on_commit: Callable[[Row, list[int]], None] | None,
+        kept_scores: KeptScores | None = None,
     ) -> Call:
         """num_rows: the most that may be live, as far as is known."""
         refuse_unready(self.model)
@@ -390,6 +383,7 @@ class Engine:
             on_commit=on_commit,
             kept=self._kept,
             logprobs=reader.logprobs,
+            kept_scores=kept_scores,
         )
 
     def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:

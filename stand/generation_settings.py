@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
-from stand.argument_checks import check_count, check_flags, check_positive
+from stand.argument_checks import check_count, check_flags, check_number, check_positive
 from stand.forward.devices import input_device
 from stand.forward.long_factors import served_positions
 from stand.forward.model import longrope_border, text_config
@@ -20,7 +20,7 @@ from stand.laws.named_tokens import check_named_tokens
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.texts.stop import as_strings
 
-# Every field of `GenerationConfig` is in exactly one of these four groups; one that is in none is refused if it is set.
+# Every field of `GenerationConfig` is in exactly one of these five groups; one that is in none is refused if it is set.
 LAW = frozenset(  # transformers' own code makes processors of them
     "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
     "encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids min_length "
@@ -56,9 +56,8 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {  # name: values that ask 
     ),
     "output_attentions": ((None, False), NOT_KEPT),
     "output_hidden_states": ((None, False), NOT_KEPT),
-    "output_scores": ((None, False), NOT_KEPT),
-    "output_logits": ((None, False), NOT_KEPT),
 }
+KEPT = frozenset("output_scores output_logits".split())  # told of every new token, see stand/laws/kept_scores.py
 SPECIAL = frozenset("eos_token_id pad_token_id bos_token_id decoder_start_token_id".split())  # made tensors beside LAW
 WITHOUT_EFFECT = frozenset(  # on tokens here: other modes' details, ways to compute, tokens that the engine never adds
     "early_stopping length_penalty diversity_penalty low_memory num_assistant_tokens num_assistant_tokens_schedule "
@@ -66,6 +65,7 @@ WITHOUT_EFFECT = frozenset(  # on tokens here: other modes' details, ways to com
     "cache_config max_cache_len prefill_chunk_size compile_config disable_compile continuous_batching_config "
     "return_dict_in_generate pad_token_id bos_token_id decoder_start_token_id transformers_version".split()
 )
+FLAGS = ("do_sample", "remove_invalid_values", "renormalize_logits")
 NGRAMS = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
 LONGEST_NGRAM = 1 << 16  # transformers makes so many lists of the prompt
 PREPARED = "_stand_prepared"  # of a config that was filled already: what is None there was given as None
@@ -332,7 +332,7 @@ def _refuse_unserved(config: GenerationConfig) -> None:
                 f"{name} must be {' or '.join(map(repr, neutral))} here, got {value!r}: {reason}; "
                 "leave it out, or call model.generate"
             )
-    known = LAW | LIMITS | WITHOUT_EFFECT | set(REFUSED)
+    known = LAW | LIMITS | KEPT | WITHOUT_EFFECT | set(REFUSED)
     for name in sorted(vars(GenerationConfig())):
         if name not in known and not name.startswith("_") and getattr(config, name, None) is not None:
             raise ValueError(
@@ -347,10 +347,12 @@ def _check_ranges(config: GenerationConfig) -> None:
     SamplingParams(**{name: value for name, value in filters.items() if value is not None})
     check_positive("repetition_penalty", config.repetition_penalty, "use 1 to switch it off")
     check_positive("max_time", config.max_time, "give seconds")
-    flags = {name: getattr(config, name) for name in ("do_sample", "remove_invalid_values", "renormalize_logits")}
+    flags = {name: getattr(config, name) for name in (*FLAGS, *sorted(KEPT))}
     check_flags(**{name: value for name, value in flags.items() if value is not None})
     for name in ("min_length", "min_new_tokens", *NGRAMS):
         check_count(name, getattr(config, name), "0 asks for nothing", least=0)
+    for name in ("encoder_repetition_penalty", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        check_number(name, getattr(config, name), "leave it out to switch it off")
     for name in ("typical_p", "epsilon_cutoff", "eta_cutoff"):
         value = getattr(config, name)
         if isinstance(value, Real) and not value <= 1:  # transformers leaves such out without a word

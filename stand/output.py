@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stand.laws.logprobs import TokenLogprobs
+from stand.laws.scored import LOGITS, SCORES
 from stand.stats import Stats
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class GenerationOutput:
     seed: int  # the seed that was used, also when none was given
     stats: Stats
     logprobs: list[TokenLogprobs] | None = None  # per row, where they were asked for
+    logits: tuple[torch.Tensor, ...] | None = None  # per position [rows, V] float32, where output_logits asks for them
+    scores: tuple[torch.Tensor, ...] | None = None  # the same behind processors and filters, as output_scores asks
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -72,4 +75,6 @@ def output_of(call: Call, tokenizer: PreTrainedTokenizerBase | None, *, num_retu
         seed=call.seed,
         stats=call.stats,
         logprobs=None if call.logprobs is None else list(map(call.logprobs.take, rows)),
+        logits=None if call.kept_scores is None else call.kept_scores.of(LOGITS),
+        scores=None if call.kept_scores is None else call.kept_scores.of(SCORES),
     )

@@ -22,8 +22,8 @@ from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
-from stand.laws.logprobs import PROCESSED, RAW, Drawn, Fields, are_of_laws
 from stand.laws.sampling import Laws, TargetLaw
+from stand.laws.scored import SCORES, Scored
 from stand.row import LiveRows, Row
 from stand.scheduling.page_allocator import PageAllocator
 from stand.trees import ROOT, DraftBatch
@@ -44,12 +44,12 @@ class StepStart:
     feature_layers: FeatureLayers | None = None  # the features that lessons ask for, if any
     rider: Rider | None = None  # which backends refuse whose steps do not carry it
     pages: PageAllocator | None = None  # whose page is whose, where the call counts pages
-    logprobs: str | None = None  # RAW or PROCESSED of stand/laws/logprobs.py, where `logprobs` will be asked
+    held: frozenset[str] = frozenset()  # of LOGITS and SCORES of stand/laws/scored.py: what `scored` is to have
 
     @property
     def asked(self) -> dict[str, object]:
         """Keywords of an `EagerStep`."""
-        names = ("num_top", "feature_layers", "rider", "logprobs")
+        names = ("num_top", "feature_layers", "rider", "held")
         return {name: getattr(self, name) for name in names}
 
 
@@ -89,9 +89,8 @@ class Step(Protocol):
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
 
-    def logprobs(self, drawn: Drawn) -> Fields:
-        """Of nodes of the last verdicts, of the kind that `StepStart.logprobs` names; asked before the next
-        forward."""
+    def scored(self) -> Scored:
+        """What the last verdicts were made of, with what `StepStart.held` names; asked before the next forward."""
 
     def features(self) -> torch.Tensor:
         """[M, D]: those of every node, not written over by later steps; asked where `StepStart.feature_layers` names
@@ -121,7 +120,7 @@ class EagerStep:
         num_top: int,
         feature_layers: FeatureLayers | None = None,
         rider: Rider | None = None,
-        logprobs: str | None = None,
+        held: frozenset[str] = frozenset(),
     ):
         """cache: has a row for every place. num_top: the largest count that `top_entries` will be asked for."""
         self.cache = cache
@@ -131,14 +130,14 @@ class EagerStep:
         self._num_top = num_top
         self._feature_layers = feature_layers
         self._rider = rider
-        self._logprobs = logprobs
+        self._holds_scores = SCORES in held
         self._batch: DraftBatch | None = None  # from here to `_features` of the last forward
         self._live: LiveRows | None = None
         self._noise: VerifierNoise | None = None
         self._logits: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
         self._laws: Laws | None = None  # of the last verdicts
-        self._scores: torch.Tensor | None = None  # that they were made of, where `logprobs` needs them
+        self._scores: torch.Tensor | None = None  # that they were made of, where they are held
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -163,8 +162,15 @@ class EagerStep:
     def verify(self) -> Verdicts:
         scores = self._law.process(self._logits, self._batch, self._live.rows)
         self._laws = self._law.laws(scores, self._num_top)
-        self._scores = None if self._logprobs != PROCESSED or are_of_laws(PROCESSED, self._law) else scores
+        self._scores = scores if self._holds_scores else None
         verdicts = self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
+        size = self._laws.probabilities.shape[1]
+        for token in verdicts.next_tokens.tolist():
+            if not 0 <= token < size:  # of a rule of the user's
+                raise ValueError(
+                    f"rule {self._verifier.name!r} must answer next tokens in [0, {size}), got {token}; draw them from "
+                    "the target's rows"
+                )
         return replace(verdicts, accepted=[vector(path, "accepted") for path in verdicts.accepted])  # a user's rule's
 
     def ride(self, accepted: Sequence[np.ndarray]) -> None:
@@ -190,12 +196,8 @@ class EagerStep:
         """As in `Laws`."""
         return self._laws.top_ids[:, :count].cpu().numpy(), self._laws.top_probs[:, :count].cpu().numpy()
 
-    def logprobs(self, drawn: Drawn) -> Fields:
-        if self._logprobs == RAW:
-            return drawn.of_scores(self._logits)
-        if self._scores is None:
-            return drawn.of_laws(self._laws.probabilities)
-        return drawn.of_scores(self._scores, self._law)
+    def scored(self) -> Scored:
+        return Scored(self._law, self._laws.probabilities, self._logits, self._scores)
 
     def features(self) -> torch.Tensor:
         return self._features

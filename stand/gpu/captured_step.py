@@ -39,8 +39,8 @@ from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput, needs_logits
 from stand.gpu.swapped_forwards import SwappedForwards
 from stand.gpu.tails import Tails
-from stand.laws.logprobs import Drawn, Fields
 from stand.laws.sampling import TargetLaw
+from stand.laws.scored import Scored
 from stand.row import LiveRows, Row
 from stand.scheduling.free_memory import lower_limit
 from stand.scheduling.page_allocator import PageAllocator
@@ -66,7 +66,7 @@ class CapturedStep:
         fusion: Fusion | None,
         feature_layers: FeatureLayers | None = None,
         rider: Rider | None = None,
-        logprobs: str | None = None,
+        held: frozenset[str] = frozenset(),
         runner: Runner | None = None,
     ):
         """verifier: has a device rule; runner: of a step that was closed, so that an engine has one capture stream,
@@ -76,7 +76,6 @@ class CapturedStep:
         self._law = TargetLaw(law.params)  # what is recorded
         self._processing: TargetLaw | None = law  # a call's own, between the two parts of a step
         self._is_split = law.has_processors
-        self._logprobs = logprobs
         self._verifier = verifier
         self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)
         self._num_rows = num_rows
@@ -86,7 +85,7 @@ class CapturedStep:
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._has_states = bool(recurrent_layers(model))  # which take memory by places, as the call has counted them
         asked = {"feature_layers": feature_layers, "rider": rider, "has_processors": self._is_split}
-        self._output = StepOutput(model, num_rows, keeps_logits=needs_logits(logprobs, law), **asked)
+        self._output = StepOutput(model, num_rows, keeps_logits=needs_logits(held, law), **asked)
         self.runner = runner_for(model.device) if runner is None else runner
         self._forwards = SwappedForwards(model, fusion)
         swap = self._forwards.swap
@@ -141,7 +140,7 @@ class CapturedStep:
         recorded stays where the model is as it was."""
         self._follow_model()
         keys, rows, pages = start.keys, start.rows, start.pages
-        self._processing, self._is_split, self._logprobs = start.law, start.law.has_processors, start.logprobs
+        self._processing, self._is_split = start.law, start.law.has_processors
         beside = {"num_tokens": NUM_TOKENS[-1], "num_places": self._num_rows}
         lower_limit(pages, rows, self._model, **beside, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
@@ -322,8 +321,8 @@ class CapturedStep:
         ids, probabilities = self._unread
         return ids[:, :count], probabilities[:, :count]
 
-    def logprobs(self, drawn: Drawn) -> Fields:
-        return self._output.logprobs(drawn, self._logprobs, self._processing)
+    def scored(self) -> Scored:
+        return self._output.scored(self._processing)
 
     def features(self) -> torch.Tensor:
         """As in `Step`, a copy."""

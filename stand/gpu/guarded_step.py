@@ -24,7 +24,7 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.packets.page_table import PageTable
 from stand.gpu.packets.step_size import StepLimitError
 from stand.gpu.pooled_step import PooledStep
-from stand.laws.logprobs import Drawn, Fields
+from stand.laws.scored import Scored
 from stand.row import LiveRows, Row
 from stand.step import EagerStep, Step, StepStart
 from stand.trees import DraftBatch
@@ -70,7 +70,7 @@ class GuardedStep:
 
         law, verifier, num_places = start.law, start.verifier, start.num_places  # `start` would keep a prompt's keys
         asked = start.asked
-        beside = {name: asked[name] for name in ("feature_layers", "rider", "logprobs")}
+        beside = {name: asked[name] for name in ("feature_layers", "rider", "held")}
 
         def new_eager(table: PageTable) -> EagerStep:
             return PooledStep(model, table, law, verifier, **asked)
@@ -167,8 +167,8 @@ class GuardedStep:
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._step.top_entries(count)
 
-    def logprobs(self, drawn: Drawn) -> Fields:
-        return self._step.logprobs(drawn)
+    def scored(self) -> Scored:
+        return self._step.scored()
 
     def features(self) -> torch.Tensor:
         return self._step.features()

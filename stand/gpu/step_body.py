@@ -30,8 +30,8 @@ from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
 from stand.gpu.packets.work_list import Splitting, Tiling
 from stand.gpu.tuning.attention_tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
-from stand.laws.logprobs import PROCESSED, RAW, Drawn, Fields, are_of_laws
 from stand.laws.sampling import TargetLaw
+from stand.laws.scored import LOGITS, SCORES, Scored
 from stand.step import StepStart
 
 LEARNED_ROWS = 10  # best tokens per node that come back
@@ -59,7 +59,7 @@ class StepOutput:
         self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.scores = torch.zeros_like(self.laws) if has_processors else None  # theirs, before and after
-        self.logits = torch.zeros_like(self.laws) if keeps_logits else None  # for log-probabilities
+        self.logits = torch.zeros_like(self.laws) if keeps_logits else None  # of the forward
         self.rider = rider
         self._feature_layers = feature_layers
         self.features: torch.Tensor | None = None  # [most, D]: of the forward, where they are wanted
@@ -100,7 +100,7 @@ class StepOutput:
             self.has_splits_of(start.num_places)
             and (self.scores is not None or not start.law.has_processors)
             and start.feature_layers in (None, self._feature_layers)
-            and (self.logits is not None or not needs_logits(start.logprobs, start.law))
+            and (self.logits is not None or not needs_logits(start.held, start.law))
             and (start.rider is None or start.rider is self.rider)
         )
 
@@ -187,22 +187,18 @@ class StepOutput:
             )
         return host["stops"][:num_rows], host["next_tokens"][:num_rows].copy()
 
-    def logprobs(self, drawn: Drawn, kind: str, law: TargetLaw) -> Fields:
-        """As in `Step`, of a call with this law."""
-        if kind == RAW:
-            return drawn.of_scores(self.logits)
-        if are_of_laws(kind, law):
-            return drawn.of_laws(self.laws)
-        return drawn.of_scores(self.scores if law.has_processors else self.logits, law)
+    def scored(self, law: TargetLaw) -> Scored:
+        """As in `Step`, of a call with this law. Without processors scores are the logits themselves."""
+        return Scored(law, self.laws, self.logits, self.scores if law.has_processors else self.logits)
 
     def best(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, probabilities float32) [num_nodes, count], copies."""
         return self._best.host["ids"][:num_nodes].copy(), self._best.host["probabilities"][:num_nodes].copy()
 
 
-def needs_logits(logprobs: str | None, law: TargetLaw) -> bool:
-    """Whether a call's log-probabilities are made of the model's logits, which a step keeps then."""
-    return logprobs == RAW or logprobs == PROCESSED and not (are_of_laws(PROCESSED, law) or law.has_processors)
+def needs_logits(held: frozenset[str], law: TargetLaw) -> bool:
+    """Whether a step keeps the model's logits for a call that asks for so much."""
+    return LOGITS in held or SCORES in held and not law.has_processors
 
 
 def _room(tiling: Tiling, num_tokens: int, num_rows: int) -> int:

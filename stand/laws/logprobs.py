@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from stand.argument_checks import whole_number
 from stand.forward.devices import uploaded
 from stand.laws.sampling import TargetLaw
+from stand.laws.scored import LOGITS, SCORES, Scored
 from stand.row import Row
 from stand.trees import DraftBatch
 
@@ -68,10 +69,10 @@ class Drawn(NamedTuple):
         return own, top.indices.to(torch.int32), top.values
 
 
-def are_of_laws(kind: str, law: TargetLaw) -> bool:
-    """Whether they are made of the laws themselves, and else of scores: top_p leaves no tiny probability, and to take
-    it anew would sort the vocabulary."""
-    return kind == PROCESSED and law.params.top_p < 1.0
+def are_of_laws(law: TargetLaw) -> bool:
+    """Whether processed ones are made of the laws themselves, and else of scores: top_p leaves no tiny probability, and
+    to take it anew would sort the vocabulary."""
+    return law.params.top_p < 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,15 +122,16 @@ class LogprobNotes:
         self.count, self.kind = count, kind
         self._noted: dict[int, _Growing] = {}  # by row index
 
+    def held(self, law: TargetLaw) -> frozenset[str]:
+        """What `read` asks of a step with this law, as in `StepStart.held`."""
+        if self.kind == RAW:
+            return frozenset({LOGITS})
+        return frozenset() if are_of_laws(law) else frozenset({SCORES})
+
     def read(
-        self,
-        logprobs: Callable[[Drawn], Fields],
-        batch: DraftBatch,
-        accepted: Sequence[np.ndarray],
-        gained: Sequence[list[int]],
+        self, scored: Scored, batch: DraftBatch, accepted: Sequence[np.ndarray], gained: Sequence[list[int]]
     ) -> StepLogprobs:
-        """Of a step's tokens gained[i], by row: those of the path accepted[i] and the one behind it. logprobs: as
-        `Step.logprobs`."""
+        """Of a step's tokens gained[i], by row: those of the path accepted[i] and the one behind it."""
         nodes: list[int] = []
         tokens: list[int] = []
         starts: list[int] = []
@@ -137,11 +139,18 @@ class LogprobNotes:
             starts.append(len(tokens))
             nodes += [first, *(first + path).tolist()]
             tokens += own
-        found = logprobs(Drawn(np.array(nodes, dtype=np.int64), np.array(tokens, dtype=np.int64), self.count))
-        fields = tuple(field.cpu().numpy() for field in found)
+        drawn = Drawn(np.array(nodes, dtype=np.int64), np.array(tokens, dtype=np.int64), self.count)
+        fields = tuple(field.cpu().numpy() for field in self._found(drawn, scored))
         for field in fields:
             field.setflags(write=False)  # criteria are shown them before they are kept
         return StepLogprobs(starts, fields)
+
+    def _found(self, drawn: Drawn, scored: Scored) -> Fields:
+        if self.kind == RAW:
+            return drawn.of_scores(scored.logits)
+        if are_of_laws(scored.law):
+            return drawn.of_laws(scored.laws)
+        return drawn.of_scores(scored.scores, scored.law)
 
     def keep(self, rows: Sequence[Row], read: StepLogprobs, counts: Iterable[int]) -> None:
         """Of each row's tokens so many, which it gains."""

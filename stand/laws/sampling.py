@@ -162,6 +162,19 @@ class TargetLaw:
             scores = warper(None, scores)
         return scores
 
+    def filtered(self, scores: torch.Tensor, laws: torch.Tensor) -> torch.Tensor:
+        """As `warp`, where `laws` [M, V] float32 of these scores are known: they say what top_p and min_p took out, to
+        the token and without a sort. top_k alone may leave tokens whose probability is 0 in float32. What is returned
+        may be `scores` themselves, written over."""
+        if not self.has_filters:
+            return self.warp(scores)
+        scores, is_kept = scores.div_(self.params.temperature), (laws > 0).to(scores.device)
+        if self.params.top_p == 1.0 and self.params.min_p == 0.0:
+            best = torch.topk(scores, min(self.params.top_k, scores.shape[1]), dim=-1).values
+            is_kept |= scores >= best[:, -1:]
+        most = is_kept.float().sub_(0.5).mul_(math.inf)  # inf or -inf: faster on a CPU than `masked_fill_`
+        return torch.minimum(scores, most)
+
     def laws(self, scores: torch.Tensor, num_top: int = 0) -> Laws:
         """The laws of `process`ed scores [M, V], and the best `num_top` (at most V) tokens of each.
 

@@ -36,6 +36,7 @@ from stand.forward.ranks import synced
 from stand.generation_settings import PREPARED
 from stand.media.media import TYPES, media_arguments
 from stand.output import GenerationOutput
+from stand.plugins.own_processors import own_criteria, own_processors
 from stand.wrapping import wrap
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
@@ -132,7 +133,8 @@ def stand_generate(
 
     input_ids [B * n, L], left-padded, n = num_return_sequences; so are the rows of the result [B * n, L + longest],
     with padding tokens after a row's end. With return_dict_in_generate it is in `sequences`, and `stats` says what
-    the drafts were worth.
+    the drafts were worth; output_logits and output_scores give `logits` and `scores`, which hold zeros behind a
+    row's end.
     stand_seed: seed of a sampled call; None draws it from torch's generator, so `torch.manual_seed` decides it.
     stand_streamer: a streamer for one row, as `streamer` is.
     stand_logprobs, stand_logprobs_mode: as logprobs and logprobs_mode of `Engine.generate`, for the result's
@@ -141,6 +143,8 @@ def stand_generate(
     Raises ValueError by name for an argument that cannot be served exactly.
     """
     _refuse_own_inputs(model)
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids must be [rows, tokens], got {list(input_ids.shape)}; pass one row per prompt")
     shown = _shown(model)
     _refuse_unserved(input_ids, model_kwargs, shown)
     is_told = any(getattr(criterion, "wants_logprobs", False) for criterion in stopping_criteria)
@@ -157,14 +161,14 @@ def stand_generate(
     check_count("num_return_sequences", generation_config.num_return_sequences, "ask for at least one row")
     num_rows, width = input_ids.shape
     num_samples = generation_config.num_return_sequences or 1
-    processors = _own_processors(model, input_ids, logits_processor, generation_config, model_kwargs)
-    criteria = _own_criteria(model, stopping_criteria, generation_config)
+    allowed = _of_caller("prefix_allowed_tokens_fn")
+    processors = own_processors(model, input_ids, logits_processor, generation_config, model_kwargs, allowed)
+    criteria = own_criteria(model, stopping_criteria, generation_config)
     pad_id = _padding(generation_config, num_rows, criteria)
     if stand_seed is None:
         stand_seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
     prompts = input_ids[::num_samples]
     mask = torch.ones_like(prompts) if mask is None else mask[::num_samples]
-    allowed = _of_caller("prefix_allowed_tokens_fn")
     with synced(model, _of_caller("synced_gpus")):
         output = engine_of(model).generate(
             input_ids={"input_ids": prompts, "attention_mask": mask, **shown},
@@ -297,69 +301,6 @@ def _says_nothing(name: str, value: object) -> bool:
     return value is None or value is False or (isinstance(value, Mapping) and not value)
 
 
-def _own_processors(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    prepared: LogitsProcessorList,
-    config: GenerationConfig,
-    model_kwargs: Mapping[str, object],
-) -> list:
-    """Those of the prepared processors that the caller gave.
-
-    `generate` puts them after the config's processors and before its sampling filters; but one of a class that the
-    config asks for too takes that one's place.
-    """
-    marker = LogitsProcessorList([_nothing])
-    made = model._get_logits_processor(
-        config,
-        input_ids_seq_length=input_ids.shape[1],
-        encoder_input_ids=input_ids[:: config.num_return_sequences or 1],
-        logits_processor=marker,
-        prefix_allowed_tokens_fn=_of_caller("prefix_allowed_tokens_fn"),
-        device=input_ids.device,
-        model_kwargs=dict(model_kwargs),
-    )
-    place = made.index(_nothing)
-    end = len(prepared) - (len(made) - place - 1)
-    replacing = [own for own, default in zip(prepared[:place], made[:place], strict=True) if not _same(own, default)]
-    return [*replacing, *prepared[place:end]]
-
-
-def _nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A processor that marks the place where `generate` puts the caller's."""
-    return scores
-
-
-def _own_criteria(model: PreTrainedModel, prepared: StoppingCriteriaList, config: GenerationConfig) -> list:
-    """Those of the prepared stopping criteria that the caller gave: they follow the config's."""
-    made = model._get_stopping_criteria(config, StoppingCriteriaList())
-    for own, default in zip(prepared, made, strict=False):
-        if not _same(own, default):
-            raise ValueError(
-                f"{type(own).__name__} in stopping_criteria takes the place of the config's own, which the engine "
-                "cannot honour; give max_new_tokens, max_time or eos_token_id instead"
-            )
-    return list(prepared[len(made) :])
-
-
-def _same(own: object, default: object) -> bool:
-    """Whether two processors or criteria of one class were made with equal arguments; when does not count."""
-    first, second = vars(own), vars(default)
-    if type(own) is not type(default) or first.keys() != second.keys():
-        return False
-    return all(_equal(first[name], second[name]) for name in first if name != "initial_timestamp")
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return False
-    return bool(one == other)
-
-
 def _padding(config: GenerationConfig, num_rows: int, criteria: list) -> int | None:
     """The padding token, which rows of different lengths need."""
     prepared = getattr(config, "_pad_token_tensor", None)
@@ -393,7 +334,13 @@ def _result(
     sequences = torch.cat([input_ids, new], dim=1)
     if not as_dict:
         return sequences
-    result = GenerateDecoderOnlyOutput(sequences=sequences)
+    told = {"logits": output.logits, "scores": output.scores}
+    tensors = {
+        name: tuple(values.to(input_ids.device) for values in by_position)
+        for name, by_position in told.items()
+        if by_position is not None
+    }
+    result = GenerateDecoderOnlyOutput(sequences=sequences, **tensors)
     result.stats = output.stats
     if output.logprobs is not None:
         result.logprobs = output.logprobs

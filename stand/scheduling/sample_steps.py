@@ -8,7 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 from transformers import PreTrainedModel
 
+from stand.argument_checks import whole_number
 from stand.backend import Backend
+from stand.forward.devices import input_device
+from stand.forward.long_factors import served_positions
 from stand.forward.model import prefill, text_config
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.laws.sampling import SamplingParams, TargetLaw
@@ -16,6 +19,29 @@ from stand.row import LiveRows, Row
 from stand.step import StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verifier, VerifierNoise
+
+
+def checked_sizes(
+    model: PreTrainedModel, backend: Backend, num_rows: object, length: object, most_tokens: object
+) -> tuple[int, int, int]:
+    """As `Engine.measure_cost` takes them, most_tokens None for the default; the length within the model's context.
+
+    Raises ValueError for numbers that no step has."""
+    num_rows = whole_number("num_rows", num_rows, "1 is usual")
+    length = whole_number("length", length, "1024 is usual")
+    if most_tokens is None:
+        most_tokens = 32 * num_rows if input_device(model).type == "cpu" else max(256, num_rows + 1)
+        most_tokens = min(most_tokens, num_rows + (backend.most_drafted or most_tokens))
+    most_tokens = whole_number("most_tokens", most_tokens, "leave it out for the default")
+    if most_tokens <= num_rows:
+        raise ValueError(
+            f"most_tokens must be above num_rows, got {most_tokens} and {num_rows}; a step holds one token per row "
+            "and its drafts"
+        )
+    if (context := served_positions(model)) is not None:
+        depth = (-(-most_tokens // num_rows)).bit_length()  # of a draft of two branches, its root included
+        length = max(min(length, context - depth), 1)
+    return num_rows, length, most_tokens
 
 
 @contextmanager

@@ -80,8 +80,6 @@ REFUSED = {
     "cache_implementation": "quantized",
     "output_attentions": True,
     "output_hidden_states": True,
-    "output_scores": True,
-    "output_logits": True,
 }
 WITHOUT_EFFECT = {
     "early_stopping": True,
@@ -107,14 +105,14 @@ WITHOUT_EFFECT = {
     "decoder_start_token_id": 7,
     "transformers_version": "4.0.0",
 }
-OTHER = {"max_time", "num_return_sequences"}  # tests of their own below
+OTHER = {"max_time", "num_return_sequences", "output_scores", "output_logits"}  # tests of their own
 
 
 def test_every_field_of_the_installed_version_is_decided():
     tested = [set(GREEDY), set(SAMPLED), set(SILENT_PROCESSORS), set(REFUSED), set(WITHOUT_EFFECT), OTHER]
     assert sum(map(len, tested)) == len(set().union(*tested))
     assert set().union(*tested) == FIELDS
-    decided = [set(groups.LAW), set(groups.LIMITS), set(groups.REFUSED), set(groups.WITHOUT_EFFECT)]
+    decided = [set(groups.LAW), set(groups.LIMITS), set(groups.KEPT), set(groups.REFUSED), set(groups.WITHOUT_EFFECT)]
     assert sum(map(len, decided)) == len(set().union(*decided))
     assert set().union(*decided) == FIELDS
 
@@ -311,6 +309,9 @@ def test_defaults_are_those_of_transformers():
         ({"encoder_no_repeat_ngram_size": 2**31}, "encoder_no_repeat_ngram_size must be at most 65536, got"),
         ({"do_sample": True, "typical_p": 1.5}, "typical_p must be at most 1, got 1.5; leave it out"),
         ({"do_sample": True, "eta_cutoff": float("nan")}, "eta_cutoff must be at most 1, got nan"),
+        ({"encoder_repetition_penalty": True}, "encoder_repetition_penalty must be a number, got True; leave it out"),
+        ({"do_sample": True, "top_h": True}, "top_h must be a number, got True"),
+        ({"do_sample": True, "epsilon_cutoff": "0.1"}, "epsilon_cutoff must be a number, got '0.1'"),
         ({"watermarking_config": 3}, "processors take them, got .*watermarking_config=3.* and from them Attr.*; see"),
         ({"exponential_decay_length_penalty": (1,)}, r"got .*_penalty=\(1,\).* and from them IndexError: .*; see"),
         ({"sequence_bias": [[]]}, r"got .*sequence_bias=\[\[\]\].* and from them IndexError: .*; see"),

@@ -324,8 +324,6 @@ def test_a_streamer_of_the_callable_form(model, argument):
 REFUSED = {
     "num_beams": {"num_beams": 2},
     "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
-    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
-    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "guidance_scale": {"guidance_scale": 2.0},
     "assistant_model": {"assistant_model": tiny_model("llama")},
@@ -344,6 +342,11 @@ def test_what_cannot_be_served_is_refused_by_name(model, name, monkeypatch):
         monkeypatch.setattr(model.generation_config, token, None)
     with pytest.raises(ValueError, match=name):
         model.generate(**PADDED, custom_generate=stand_generate, **{"max_new_tokens": 4, **REFUSED[name]})
+
+
+def test_input_ids_of_three_dimensions_are_refused(model):
+    with pytest.raises(ValueError, match=r"input_ids must be \[rows, tokens\], got \[2, 3, 4\]; pass one row"):
+        model.generate(torch.ones(2, 3, 4, dtype=torch.long), custom_generate=stand_generate, max_new_tokens=2)
 
 
 def test_inputs_that_another_object_makes_are_refused(model, monkeypatch):

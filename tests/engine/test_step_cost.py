@@ -243,7 +243,7 @@ def test_sizes_may_be_numbers_of_numpy():
 def test_steps_of_many_rows_are_timed_on_a_gpu(monkeypatch, num_rows, most_tokens):
     """A call of more than 128 rows of a mixture asks for 256."""
     asked = stand.wrap(tiny_model("llama"))
-    monkeypatch.setattr("stand.engine.input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr("stand.scheduling.sample_steps.input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr("stand.engine.measure_cost", lambda run_step, **sizes: sizes["most_tokens"])
     assert asked.measure_cost(num_rows=num_rows, length=2) == most_tokens
 

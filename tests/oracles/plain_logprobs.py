@@ -11,10 +11,10 @@ from stand.laws.logprobs import TokenLogprobs
 
 
 @torch.inference_mode()
-def plain_log_laws(
+def plain_scores(
     model: PreTrainedModel, prompt: list[int], new: list[int], processors: Sequence[LogitsProcessor] = (), **shown
 ) -> torch.Tensor:
-    """[n, V] float32: at the place of each new token the log-softmax of what the processors make of the logits.
+    """[n, V] float32: at the place of each new token what the processors make of the logits.
 
     shown: what the prompt shows besides tokens, as the model's forward takes it."""
     text = torch.tensor([[*prompt, *new]])
@@ -24,8 +24,15 @@ def plain_log_laws(
         scores = logits[length - 1][None].clone()
         for processor in processors:
             scores = processor(text[:, :length], scores)
-        places.append(torch.log_softmax(scores[0], dim=-1))
+        places.append(scores[0])
     return torch.stack(places)
+
+
+def plain_log_laws(
+    model: PreTrainedModel, prompt: list[int], new: list[int], processors: Sequence[LogitsProcessor] = (), **shown
+) -> torch.Tensor:
+    """The log-softmax of `plain_scores`."""
+    return torch.log_softmax(plain_scores(model, prompt, new, processors, **shown), dim=-1)
 
 
 def difference(found: TokenLogprobs, tokens: list[int], laws: torch.Tensor) -> float:

@@ -85,8 +85,9 @@ def test_a_response_must_call(calling):
         "tools": tools,
         "tool_choice": {"type": "function", "name": "g"},
     }
-    output = calling.client.responses.create(model=calling.name, input="AB", **asked).output
-    assert [(item.type, item.name, json.loads(item.arguments)) for item in output] == [
+    answer = calling.client.responses.create(model=calling.name, input="AB", **asked)
+    assert answer.tool_choice.model_dump() == asked["tool_choice"]
+    assert [(item.type, item.name, json.loads(item.arguments)) for item in answer.output] == [
         ("function_call", "g", {"a": "D"})
     ]
 

@@ -103,6 +103,23 @@ def test_calls_of_functions_are_items_and_come_back(letters, monkeypatch, is_str
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_the_choice_of_tools_comes_back(letters, monkeypatch, is_stream, choice):
+    template = "{% for one in messages %}{{ one['content'] }}{% endfor %}{# tools #}"
+    monkeypatch.setattr(letters.tokenizer, "chat_template", template)
+    tools = [{"type": "function", "name": "A", "parameters": {"type": "object"}}]
+    asked = {"temperature": 0, "max_output_tokens": 3, "tools": tools}
+    asked |= {} if choice is None else {"tool_choice": choice}
+    if is_stream:
+        with letters.client.responses.stream(model=letters.name, input="ABC", **asked) as stream:
+            told = [event.response for event in stream if hasattr(event, "response")]
+        assert len(told) >= 2
+    else:
+        told = [respond(letters, "ABC", **asked)]
+    assert {one.tool_choice for one in told} == {choice or "auto"}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_an_answer_of_calls_alone_has_no_message(letters, monkeypatch, is_stream):
     """So that both ways lead to the same next turn."""
     monkeypatch.setattr(letters.tokenizer, "response_template", CALLS, raising=False)

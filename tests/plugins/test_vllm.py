@@ -486,6 +486,8 @@ def test_options_come_from_the_environment_or_by_name():
         ({"laws": -2}, "laws must be at least 0, got -2"),
         ({"budget": "many"}, "budget must be of type int"),
         ({"budget": 1.5}, "budget must be of type int"),
+        ({"fade": float("nan"), "lookup": "a.lookup"}, r"fade must be in \(0, 1\], got nan; leave it out"),
+        ({"fade": 0}, r"fade must be in \(0, 1\], got 0.0"),
         ({"drafts": "some"}, "drafts must be one of all, paying, got 'some'"),
         ({"save": True}, "save must be of type str"),
         ({"share": 5}, "share must be of type str, got 5"),
@@ -496,6 +498,11 @@ def test_options_come_from_the_environment_or_by_name():
 def test_wrong_options_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         ServingOptions.read(given, {})
+
+
+def test_options_that_are_made_directly_are_checked_too():
+    with pytest.raises(ValueError, match=r"fade must be in \(0, 1\], got nan"):
+        ServingOptions(lookup="a.lookup", fade=float("nan"))
 
 
 @pytest.mark.parametrize(("name", "count"), [("__main__", 1), ("__mp_main__", 0)])

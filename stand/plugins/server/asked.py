@@ -50,7 +50,7 @@ ANY_OBJECT = '{"type": "object"}'
 @dataclass(frozen=True, slots=True)
 class Asked:
     """count: answers. logprobs: likeliest tokens per place, None for none. of_laws: what takes logits processors.
-    is_usage_apart: whether a stream tells its usage in an event of its own.
+    is_usage_apart: whether a stream tells its usage in an event of its own. tool_choice: as the client gave it.
 
     A seed is taken, and follows no further: which rows are decoded together depends on time, so it could repeat no
     answer. What could is told with every answer, see `stand.plugins.server.handlers`."""
@@ -59,6 +59,7 @@ class Asked:
     logprobs: int | None = None
     of_laws: AskedOfLaws = AskedOfLaws()
     is_usage_apart: bool = False
+    tool_choice: object = "auto"
 
     @classmethod
     def of(cls, body: Body) -> Asked:
@@ -72,7 +73,8 @@ class Asked:
             logprobs = of_top if given else None
         else:
             logprobs = _whole(body, "logprobs", most=MOST_LOGPROBS)
-        return cls(count, logprobs, _of_laws(body), is_usage_apart=_is_usage_apart(body))
+        choice = "auto" if body.get("tool_choice") is None else body["tool_choice"]
+        return cls(count, logprobs, _of_laws(body), is_usage_apart=_is_usage_apart(body), tool_choice=choice)
 
 
 def check_fields(body: Body, served: Collection[str]) -> None:

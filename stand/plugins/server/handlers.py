@@ -173,6 +173,7 @@ class Checked:
 
     async def _whole(self, asked: Body) -> JSONResponse:
         inputs, config, processor = asked["inputs"], asked["gen_config"], asked["processor"]
+        request: Asked = getattr(config, ASKED)
         answers = await self._manager.answers(inputs, config)
         made: list[Body] = []
         for answer in answers:
@@ -185,9 +186,9 @@ class Checked:
                 plain = {"model": NO_TEMPLATE, "processor": without_template(processor)}
                 response = await super()._non_streaming(**asked | plain)
             made.append(self._cut(json.loads(response.body), answer, stop_strings(config)))
-        return JSONResponse(self._joined(made, answers, _text_of(processor)))
+        return JSONResponse(self._joined(made, answers, request, _text_of(processor)))
 
-    def _joined(self, made: list[Body], answers: list[Trajectory], text_of: Callable[[int], str]) -> Body:
+    def _joined(self, made: list[Body], answers: list[Trajectory], asked: Asked, text_of: Callable[[int], str]) -> Body:
         """The answers of one prompt in one body. What drafts were worth is where OpenAI tells it of its predictions."""
         choices = [{**body["choices"][0], "index": place} for place, body in enumerate(made)]
         for choice, answer in zip(choices, answers, strict=True):

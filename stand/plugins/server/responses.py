@@ -57,13 +57,13 @@ class ResponseHandler(Checked, library.ResponseHandler):
             part["text"] = before_stop(part["text"], stops)
         return made
 
-    def _joined(self, made: list[Body], answers: list[Trajectory], text_of: Callable[[int], str]) -> Body:
+    def _joined(self, made: list[Body], answers: list[Trajectory], asked: Asked, text_of: Callable[[int], str]) -> Body:
         (body,), (answer,) = made, answers
         body["output"] = _shown(body["output"])
         details = body["usage"]["output_tokens_details"] | worth_of_drafts(answers)
         usage = {**body["usage"], "output_tokens_details": details}
-        status = CUT_OFF if is_cut_off(answer) else {}
-        return {**body, **status, "usage": usage, "system_fingerprint": numbers_of(answers)}
+        told = {"tool_choice": asked.tool_choice, **(CUT_OFF if is_cut_off(answer) else {})}
+        return {**body, **told, "usage": usage, "system_fingerprint": numbers_of(answers)}
 
     @staticmethod
     def _normalize_input(body: Body) -> list[Body]:
@@ -76,12 +76,14 @@ class ResponseHandler(Checked, library.ResponseHandler):
         return messages if body.get("instructions") else messages[1:]
 
     async def _events(
-        self, begun: list[Begun], events: AsyncIterator[tuple[Begun, Body]], *beside: object
+        self, begun: list[Begun], events: AsyncIterator[tuple[Begun, Body]], asked: Asked, *beside: object
     ) -> AsyncIterator[str]:
         mended = _MendedEvents()
         async with aclosing(events):
             async for one, event in events:
                 for told in mended.next(event):
+                    if "response" in told:
+                        told["response"]["tool_choice"] = asked.tool_choice
                     if told.get("response", {}).get("status") == "completed":
                         told["response"] |= CUT_OFF if is_cut_off(one.answer) else {}
                         told["type"] = f"response.{told['response']['status']}"

@@ -70,18 +70,19 @@ class ServingOptions:
         if rank is not None:
             converted |= {name: converted[name].replace("{rank}", str(rank)) for name in FILES if name in converted}
         options = cls(**converted)
-        options._check()
         if options.save:
             check_can_be_written(options.save, "save")
         return options
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}; leave it out for the default")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor must be in [0, 1], got {self.floor}; 0 drafts everything")
+        if not 0 < self.fade <= 1:  # also where a file's own counts
+            raise ValueError(f"fade must be in (0, 1], got {self.fade}; leave it out for the default")
         if self.drafts not in DRAFTS:
             raise ValueError(f"drafts must be one of {', '.join(DRAFTS)}, got {self.drafts!r}; {PAYING} is usual")
 

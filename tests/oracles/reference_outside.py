@@ -11,7 +11,7 @@ from reference_blended import Context, SlowBlend, moved
 Law = Sequence[tuple[int, float]]  # tokens and probabilities, likeliest first
 
 BY_SURETY = (0.3, 0.5, 0.7, 0.7, 1.0, 1.0, 2.0, 1.0, 3.0, 1.5, 4.0)
-BY_TOP = (2.0, 1.0, 0.7, 0.5)
+BY_TOP = (2.0, 1.0, 0.7, 0.5, 0.25, 0.1)
 UNKNOWN, KNOWN, HEAVIEST = 0, 1, 2
 
 
@@ -84,7 +84,7 @@ class SlowOutside:
             (depth, min(place, 1), view, chance_bucket(probability))
             for place, ((_, probability), view) in enumerate(zip(law, views, strict=True))
         ]
-        top = sum(law[0][1] >= bound for bound in (0.25, 0.5, 0.8)) if law else 0
+        top = sum(law[0][1] >= bound for bound in (0.25, 0.5, 0.8, 0.95, 0.99)) if law else 0
         escape_key = (depth, top, surety_of(longest), views[0] if law else UNKNOWN)
         return Reading(
             keys,

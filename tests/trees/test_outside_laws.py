@@ -87,6 +87,18 @@ def test_the_slow_twin_blends_and_learns_the_same(rate):
     assert largest_error(taught(120, rate=rate), slow_twin(120, rate=rate)) < 0.05
 
 
+def test_the_surer_a_head_is_the_less_contexts_count():
+    """Of one text, laws of ever surer heads: the token that the head holds likeliest, against the twin."""
+    lookup, outside, text = taught(120), slow_twin(120), stream(500, vocabulary=VOCABULARY, seed=0).tolist()
+    others = []
+    for top in (0.79, 0.9, 0.97, 0.995):
+        path, law = text[3:17], [(2, top), (5, 0.004)]
+        found, expected = estimates_at_root(lookup, path, law)[2], outside.predict(path, law, 0)[2]
+        assert found == pytest.approx(expected, rel=0.03)
+        others.append(1 - found)
+    assert others[3] < 0.5 * others[1] and others[2] < 0.8 * others[1]
+
+
 @pytest.mark.parametrize("name", ["trust", "escape", "entry", "evidence"])
 def test_the_twin_sees_a_difference(name):
     outside = slow_twin(120)

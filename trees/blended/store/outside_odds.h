@@ -80,7 +80,7 @@ class OutsideOdds {
 
    private:
     static constexpr int32_t NUM_DEPTHS = 4, NUM_RANKS = 2, NUM_VIEWS = 3, NUM_CHANCES = 12;
-    static constexpr int32_t NUM_TOPS = 4, NUM_LENGTHS = 5, NUM_SURETIES = 2 * NUM_LENGTHS + 1;
+    static constexpr int32_t NUM_TOPS = 6, NUM_LENGTHS = 5, NUM_SURETIES = 2 * NUM_LENGTHS + 1;
     static constexpr int32_t NUM_ENTRIES = NUM_DEPTHS * NUM_RANKS * NUM_VIEWS * NUM_CHANCES;
     static constexpr int32_t NUM_ESCAPES = NUM_DEPTHS * NUM_TOPS * NUM_SURETIES * NUM_VIEWS;
     static constexpr float MOST_EVIDENCE = 5.0f;
@@ -102,7 +102,7 @@ class OutsideOdds {
     // By how sure the longest context is: nothing known, then by its length, without and with a likely successor.
     static float escape_prior(int32_t bucket) {
         constexpr float BY_SURETY[NUM_SURETIES] = {0.3f, 0.5f, 0.7f, 0.7f, 1.0f, 1.0f, 2.0f, 1.0f, 3.0f, 1.5f, 4.0f};
-        constexpr float BY_TOP[NUM_TOPS] = {2.0f, 1.0f, 0.7f, 0.5f};
+        constexpr float BY_TOP[NUM_TOPS] = {2.0f, 1.0f, 0.7f, 0.5f, 0.25f, 0.1f};
         const int32_t surety = bucket / NUM_VIEWS % NUM_SURETIES, top = bucket / (NUM_VIEWS * NUM_SURETIES) % NUM_TOPS;
         return BY_SURETY[surety] * BY_TOP[top];
     }
@@ -115,7 +115,8 @@ class OutsideOdds {
     }
 
     static int32_t top_bucket(float probability) {
-        return (probability >= 0.25f) + (probability >= 0.5f) + (probability >= 0.8f);
+        return (probability >= 0.25f) + (probability >= 0.5f) + (probability >= 0.8f) + (probability >= 0.95f) +
+               (probability >= 0.99f);
     }
 
     static int32_t heaviest_entry(const Block* block) {

@@ -29,7 +29,7 @@ def test_the_bundled_head_and_streams_are_tried_as_printed(monkeypatch, capsys):
     exec(examples()[0], {})
     lines = capsys.readouterr().out.splitlines()
     gains = {what: float(gain.split()[0]) for what, gain in (line.split(": ") for line in lines)}
-    assert len(gains) == 4 and all(gain > 1 for gain in gains.values())
+    assert len(gains) == 5 and all(gain > 1 for gain in gains.values())
 
 
 def example_class(name: str) -> type:

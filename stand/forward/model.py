@@ -18,7 +18,21 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # their number, by configurations
 MOVING_ROPES = frozenset({"dynamic", "longrope"})
 CHOOSING_ON_DEVICE = (5, 22)
+# Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
+LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
+
+
+@torch.inference_mode()
+def cast_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What a forward's LM head gives: `model.dtype`, or what the forward casts to by itself (autocast)."""
+    seen = [model.dtype]
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=input_device(model)), use_cache=False)
+    finally:
+        hook.remove()
+    return seen[-1]
 
 
 def text_config(model: PreTrainedModel):

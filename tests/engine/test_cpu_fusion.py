@@ -25,7 +25,7 @@ import stand
 from stand.drafters.eagle.head import EagleHead
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.few_tokens.product import DTYPES
-from stand.forward.model import fused, prefill, run_plan
+from stand.forward.model import cast_dtype, fused, prefill, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import check_case, tree_logits
 from stand.forward.tree_attention import tree_attention
@@ -436,6 +436,14 @@ def test_a_model_whose_forward_casts_later_runs_its_own_modules():
     model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     found = engine.generate(input_ids=[[1, 2, 3]], **asked).token_ids
     assert found == stand.wrap(model, fuse=False).generate(input_ids=[[1, 2, 3]], **asked).token_ids
+
+
+def test_what_a_forward_casts_to_is_seen():
+    """It decides what rounding explains: some processors round otherwise with other tokens in a product."""
+    model = fresh()
+    assert cast_dtype(model) == torch.float32
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    assert model.dtype == torch.float32 and cast_dtype(model) == torch.bfloat16
 
 
 def test_plain_forwards_inside_have_their_own_attention():

@@ -45,7 +45,7 @@ def test_streams_and_no_drafts(monkeypatch, capsys):
 @pytest.mark.parametrize(("options", "always"), [([], False), (["--runs", "6"], True)])
 def test_blended_streams_run_in_every_step_where_runs_are_given(options, always):
     arguments = compare_drafters.read_arguments(["--arms", "streams-blended", *options])
-    make = compare_drafters.drafter_makers(arguments, None, None, 0.8)["streams-blended"]
+    make = compare_drafters.drafter_makers(arguments, None, None, None, 0.8)["streams-blended"]
     assert make(2).source.always is always
 
 

@@ -192,12 +192,7 @@ class DFlashHead(TrainedPart):
     def restrict(self, token_ids: Sequence[int] | torch.Tensor) -> None:
         """Guess those of these tokens alone that the head knows. Raises ValueError as `TrainedPart.restrict`, and where
         it knows none of them."""
-        wanted = self.checked_vocabulary(token_ids)
-        own = torch.arange(self.num_guessed, device=wanted.device) if self.vocabulary is None else self.vocabulary
-        places = torch.isin(own, wanted).nonzero()[:, 0]
-        if len(places) == 0:
-            raise ValueError(f"a vocabulary must have tokens that the head knows, got {len(wanted)} others; add some")
-        self.vocabulary = own[places]
+        places = self.narrowed(token_ids)
         self._take_lm_head(rows_of(self._lm_head[0], places))
         if hasattr(self, "markov_head"):
             self.markov_head.markov_w2 = rows_of(self.markov_head.markov_w2, places)

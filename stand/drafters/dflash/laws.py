@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from stand.argument_checks import check_flags
 from stand.drafters.dflash.followed_blocks import FollowedBlocks
 from stand.drafters.dflash.head import BlockLaws, DFlashHead
-from stand.drafters.drafter import DraftRequest, Lesson
-from stand.drafters.law_source import LawSource, Planner
+from stand.drafters.drafter import DraftRequest
+from stand.drafters.heads.followed_laws import FollowedLaws
+from stand.drafters.law_source import Planner
 from stand.drafters.paying_runs import PayingRuns
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import NO_PARENT, NO_TOKEN, DraftBatch, OutsideLaws
@@ -20,7 +21,7 @@ from stand.trees import NO_PARENT, NO_TOKEN, DraftBatch, OutsideLaws
 MOST_BEFORE = 8  # tokens before a place that have laws of their own there, where a head scores pairs
 
 
-class DFlashLaws(LawSource):
+class DFlashLaws(FollowedLaws):
     """Laws of a head that guesses a block in one run, for `BlendedDrafter(source=...)`: DFlash (arXiv 2602.06036),
     DFlash 2 or DSpark.
 
@@ -34,8 +35,6 @@ class DFlashLaws(LawSource):
     Where a head scores pairs, a place has a law for each of the likeliest tokens before it, and one for all others.
     One object serves one engine at a time. Raises ValueError for settings out of range.
     """
-
-    requires_features = True
 
     def __init__(
         self,
@@ -55,29 +54,13 @@ class DFlashLaws(LawSource):
         self.temperature = temperature
         self.law_size = num_candidates
         self.source = source
-        self._rows: FollowedBlocks | None = None
-        self._paying: PayingRuns | None = None  # where it does not always run
 
     def attach(self, model: PreTrainedModel) -> None:
         self.head = DFlashHead.of(model, self.head)
         self.feature_layers = self.head.feature_layers
-        self._rows = FollowedBlocks(model, self.head)
+        self._rows: FollowedBlocks = FollowedBlocks(model, self.head)
         if not self.always:
             self._paying = PayingRuns(self.head.share_of_step(), most=1)
-
-    def skip(self) -> None:
-        """See `LawSource.skip`: prompts do not wait for a later draft, when their rows will have gone on."""
-        self._rows.forget_prompts()
-
-    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
-        if self._paying is not None and request.is_learning:
-            self._paying.record_step(seconds)
-
-    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
-        self._rows.follow_prompt(token_ids, features)
-
-    def follow(self, lesson: Lesson) -> None:
-        self._rows.follow(lesson)
 
     @torch.inference_mode()
     def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:

@@ -134,12 +134,8 @@ class Eagle3Head(FeatureHead):
     def restrict(self, token_ids: Sequence[int] | torch.Tensor) -> None:
         """Guess those of these tokens alone that the head knows. Raises ValueError as `TrainedPart.restrict`, and where
         it knows none of them."""
-        wanted = self.checked_vocabulary(token_ids)
-        own = torch.arange(self.num_guessed, device=wanted.device) if self.vocabulary is None else self.vocabulary
-        places = torch.isin(own, wanted).nonzero()[:, 0]
-        if len(places) == 0:
-            raise ValueError(f"a vocabulary must have tokens that the head knows, got {len(wanted)} others; add some")
-        self.vocabulary, self.lm_head = own[places], rows_of(self.lm_head, places)
+        places = self.narrowed(token_ids)
+        self.lm_head = rows_of(self.lm_head, places)
         self._lm_head = (self.lm_head,)
 
     def layers_of_a_run(self) -> Sequence[nn.Module]:

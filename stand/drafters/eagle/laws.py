@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from os import PathLike
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import DraftRequest, Lesson
+from stand.drafters.drafter import DraftRequest
 from stand.drafters.eagle.attached import attached
 from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.eagle.followed_rows import FollowedRows
-from stand.drafters.law_source import LawSource, Planner
+from stand.drafters.heads.followed_laws import FollowedLaws
+from stand.drafters.law_source import Planner
 from stand.drafters.law_trees import LawTrees, Place, roots
 from stand.drafters.paying_runs import PayingRuns, laws_of_runs
 from stand.drafters.settings import check_count, check_temperature
@@ -21,7 +21,7 @@ from stand.trees import ROOT, DraftBatch, OutsideLaws
 MOST_RUNS = 6  # of the head per step
 
 
-class EagleLaws(LawSource):
+class EagleLaws(FollowedLaws):
     """Laws of a trained head (EAGLE-1, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840) for `BlendedDrafter(source=...)`.
 
     head: an `EagleHead`, `Eagle3Head` or `MtpHead` of the target, or the file or folder of a checkpoint, read when the
@@ -35,8 +35,6 @@ class EagleLaws(LawSource):
 
     One object serves one engine at a time. Raises ValueError for settings out of range.
     """
-
-    requires_features = True
 
     def __init__(
         self,
@@ -57,29 +55,13 @@ class EagleLaws(LawSource):
         self.temperature = temperature
         self.law_size = num_candidates
         self.source = source
-        self._rows: FollowedRows | None = None
-        self._paying: PayingRuns | None = None  # where `runs` is None
 
     def attach(self, model: PreTrainedModel) -> None:
         self.head = attached(model, self.head)
         self.feature_layers = self.head.feature_layers
-        self._rows = FollowedRows(model, self.head)
+        self._rows: FollowedRows = FollowedRows(model, self.head)
         if self.runs is None:
             self._paying = PayingRuns(self.head.share_of_step(), most=MOST_RUNS)
-
-    def skip(self) -> None:
-        """See `LawSource.skip`: prompts do not wait for a later draft, when their rows will have gone on."""
-        self._rows.forget_prompts()
-
-    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
-        if self._paying is not None and request.is_learning:
-            self._paying.record_step(seconds)
-
-    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
-        self._rows.follow_prompt(token_ids, features)
-
-    def follow(self, lesson: Lesson) -> None:
-        self._rows.follow(lesson)
 
     @torch.inference_mode()
     def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:

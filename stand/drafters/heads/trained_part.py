@@ -85,6 +85,17 @@ class TrainedPart(nn.Module):
         self.vocabulary = self.checked_vocabulary(token_ids)
         self._lm_head = (rows_of(self._model[0].get_output_embeddings(), self.vocabulary),)
 
+    def narrowed(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Guess those of these tokens alone that are guessed so far; their places [W] int64 among these, ascending, for
+        whoever has an LM head of its own. Raises ValueError as `checked_vocabulary`, and where there is none."""
+        wanted = self.checked_vocabulary(token_ids)
+        own = torch.arange(self.num_guessed, device=wanted.device) if self.vocabulary is None else self.vocabulary
+        places = torch.isin(own, wanted).nonzero()[:, 0]
+        if len(places) == 0:
+            raise ValueError(f"a vocabulary must have tokens that the head knows, got {len(wanted)} others; add some")
+        self.vocabulary = own[places]
+        return places
+
     def checked_vocabulary(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Ids, int64, ascending. Raises ValueError for none, for tokens that the target does not have, and for other
         numbers than integers."""

@@ -55,6 +55,7 @@ ARMS = (
     *(NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended", "neighbours"),
     *("dflash", "dflash-chain", "dflash-blended"),
 )
+ALONE = {"eagle", "streams", "streams-nodes", "dflash", "dflash-chain"}  # arms without the lookup
 DEFAULT_ARMS = ("lookup", "eagle", "blended")
 OF_ARMS = {  # arms that an option has an effect on
     "head": {"eagle", "blended"},
@@ -217,7 +218,7 @@ def node_count(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{error}, or {COST}") from None
 
 
-def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+def new_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, refused=("--temperature",))
     parser.add_argument(
@@ -266,13 +267,16 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         "--lookup-scope", choices=("problem", "run"), default="problem", help="when drafters start anew (%(default)s)"
     )  # fmt: skip
     parser.add_argument("--verifier", default="traversal", help="rule by name (%(default)s)")
+    return parser
+
+
+def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+    parser = new_parser()
     arguments = parser.parse_args(command_line)
     if set(arguments.arms) - set(ARMS):
         parser.error(f"--arms must be some of {','.join(ARMS)}, got {','.join(arguments.arms)}")
     refuse_idle(parser, arguments, "arms", OF_ARMS)
-    if arguments.nodes is None and {"eagle", "streams", "streams-nodes", "dflash", "dflash-chain"} & set(
-        arguments.arms
-    ):
+    if arguments.nodes is None and ALONE & set(arguments.arms):
         parser.error("--nodes cost is for the lookup and blended arms; leave the others out of --arms")
     if arguments.temperature is not None:
         parser.error("--temperature is one number; give --temperatures, such as 0,0.8")

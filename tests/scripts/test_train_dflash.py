@@ -13,12 +13,12 @@ from trained_heads import greedy_generations
 from training.generations import Generation
 from training.head_command import run
 from training.head_training import train_head
+from training.layer_batch import layer_batch
 from training.recipes import dflash
 from training.recipes.dflash import (
     RECIPE,
     agreement_on,
     anchors_of,
-    block_batch,
     compared,
     estimates_at,
     head_loss,
@@ -48,7 +48,7 @@ def head_for(model, kind: str = "dflash", **changed) -> DFlashHead:
 
 def assert_drafts_are_trained(head, model) -> None:
     """At every place of every text but its first one, whose drafts nothing stands before."""
-    batch = block_batch(head, model, [Generation(text, 1) for text in TEXTS])
+    batch = layer_batch(head, model, [Generation(text, 1) for text in TEXTS])
     places = torch.arange(1, 12).expand(2, -1)
     head.config._attn_implementation = "sdpa"
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_the_places_that_count_are_those_whose_laws_wrote_the_generation(has_anc
     head = random_dflash(model, has_anchor_law=has_anchor_law, block_size=4)
     head.config._attn_implementation = "sdpa"
     texts = greedy_generations(model, [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32]])
-    batch = block_batch(head, model, texts)
+    batch = layer_batch(head, model, texts)
     anchors = torch.arange(batch.counts.shape[1]).expand(3, -1).masked_fill(~batch.counts, -1)
     monkeypatch.setattr(dflash, "anchors_of", lambda batch: anchors)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_the_places_that_count_are_those_whose_laws_wrote_the_generation(has_anc
 def test_blocks_begin_where_the_next_token_counts(monkeypatch):
     model = tiny_model("llama")
     texts = [Generation(TEXTS[0], 4), Generation(TEXTS[1], 1), Generation([7, 8], 2), Generation([7, 8], 1)]
-    batch = block_batch(head_for(model), model, texts)
+    batch = layer_batch(head_for(model), model, texts)
     torch.manual_seed(0)
     found = [sorted(one for one in row if one >= 0) for row in anchors_of(batch).tolist()]
     assert found == [list(range(3, 11)), [1, 2, 3], [], []]
@@ -129,7 +129,7 @@ def test_blocks_begin_where_the_next_token_counts(monkeypatch):
 def test_texts_of_which_nothing_counts_teach_nothing(kind):
     model = tiny_model("llama")
     head = head_for(model, kind)
-    loss, agreement = head_loss(head, block_batch(head, model, [Generation([7, 8], 2), Generation([7, 8], 1)]))
+    loss, agreement = head_loss(head, layer_batch(head, model, [Generation([7, 8], 2), Generation([7, 8], 1)]))
     loss.backward()
     assert loss.item() == agreement == 0.0
     assert all(weights.grad is None or not weights.grad.any() for weights in head.parameters())

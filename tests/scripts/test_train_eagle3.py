@@ -12,7 +12,8 @@ from trained_heads import greedy_generations
 from training.generations import Generation
 from training.head_command import run
 from training.head_training import train_head
-from training.recipes.eagle3 import DEPTH, RECIPE, agreement_on, head_batch, new_head, unrolled
+from training.layer_batch import layer_batch
+from training.recipes.eagle3 import DEPTH, RECIPE, agreement_on, new_head, unrolled
 
 import stand
 from stand.drafters.eagle.eagle3_head import Eagle3Head
@@ -33,7 +34,7 @@ def test_estimates_in_a_row_are_those_of_drafts(target):
     model = tiny_model(target)
     head, tokens = head_for(model), [5, 9, 11, 4, 5, 9, 30, 31, 7, 8, 12, 3]
     with torch.no_grad():
-        trained = [estimates for estimates, _ in unrolled(head, head_batch(head, model, [Generation(tokens, 1)]))]
+        trained = [estimates for estimates, _ in unrolled(head, layer_batch(head, model, [Generation(tokens, 1)]))]
     head.config._attn_implementation = ATTENTION_NAME
     assert [len(estimates) for estimates in trained] == [len(tokens) - 1 - depth for depth in range(1, DEPTH + 1)]
     for column in range(1, len(tokens) - 1 - DEPTH):
@@ -52,7 +53,7 @@ def test_the_places_that_count_are_those_whose_laws_wrote_the_generation():
     head, lm_head = head_for(model), model.get_output_embeddings()
     for one in greedy_generations(model, [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32]]):
         with torch.no_grad():
-            for depth, (_, last) in enumerate(unrolled(head, head_batch(head, model, [one])), start=1):
+            for depth, (_, last) in enumerate(unrolled(head, layer_batch(head, model, [one])), start=1):
                 written = one.token_ids[max(one.prompt_length, depth + 1) :]
                 assert lm_head(last).argmax(dim=-1).tolist() == written
 

@@ -4,7 +4,6 @@ guesses what comes next, and learns the laws that the target holds there. The ta
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +14,8 @@ from stand.drafters.heads.trained_part import FAMILIES, WEIGHT_FILE
 from stand.forward.model import text_config
 from training.checkpoint import FACTS
 from training.generations import Generation, shuffled_batches
-from training.head_training import MOST_LAW_NUMBERS, Recipe, padded_tokens, places_for_laws
+from training.head_training import MOST_LAW_NUMBERS, Recipe, places_for_laws
+from training.layer_batch import LayerBatch, layer_batch
 
 ANCHORS = 256  # blocks of a batch
 DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}  # by block size: a place weighs exp(-place / decay), as published heads are trained
@@ -24,20 +24,6 @@ EXTRAS = {
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16},
     "dspark": {},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BlockBatch:
-    """What the target computed of some generations."""
-
-    hidden: torch.Tensor  # [R, L, W]: inputs of the target's layers that the head reads
-    last: torch.Tensor  # [R, L, D]: what the target's LM head reads
-    token_ids: torch.Tensor  # [R, L]
-    counts: torch.Tensor  # [R, L] bool: this token's law wrote a token of the generation
-
-    @property
-    def nbytes(self) -> int:
-        return self.hidden.nbytes + self.last.nbytes
 
 
 class ContextKeys:
@@ -79,19 +65,7 @@ def new_head(target: PreTrainedModel, options: Namespace, generations: list[Gene
     return head
 
 
-@torch.no_grad()
-def block_batch(head: DFlashHead, target: PreTrainedModel, generations: list[Generation]) -> BlockBatch:
-    """Padding is on the right, so causality hides it."""
-    token_ids = padded_tokens(generations).to(target.device)
-    counts = torch.zeros(token_ids.shape, dtype=torch.bool, device=target.device)
-    for row, one in enumerate(generations):
-        counts[row, max(one.prompt_length - 1, 0) : len(one.token_ids) - 1] = True
-    found = target.base_model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
-    hidden = torch.cat([found.hidden_states[layer] for layer in head.feature_layers], dim=-1)
-    return BlockBatch(hidden, found.last_hidden_state, token_ids, counts)
-
-
-def anchors_of(batch: BlockBatch) -> torch.Tensor:
+def anchors_of(batch: LayerBatch) -> torch.Tensor:
     """[R, n] int64: places of pending tokens, random ones whose next token counts; -1 where a text has too few."""
     most = max(ANCHORS // len(batch.counts), 1)
     known = batch.counts.clone()
@@ -101,7 +75,7 @@ def anchors_of(batch: BlockBatch) -> torch.Tensor:
     return torch.where(found.values < 2.0, found.indices, -1)
 
 
-def estimates_at(head: DFlashHead, batch: BlockBatch, anchors: torch.Tensor) -> torch.Tensor:
+def estimates_at(head: DFlashHead, batch: LayerBatch, anchors: torch.Tensor) -> torch.Tensor:
     """[R, n, G, D], of blocks that begin at `anchors` [R, n]."""
     size, (rows, count) = head.settings.block_size, anchors.shape
     length = batch.token_ids.shape[1]
@@ -141,7 +115,7 @@ def masks_of(head: DFlashHead, at: torch.Tensor, length: int) -> list[torch.Tens
     return found
 
 
-def compared(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def compared(head: DFlashHead, batch: LayerBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of all places of random blocks that count: (estimates [n, D], what the target's LM head reads there [n, D], the
     token before [n], its number in its block [n])."""
     num_places, length = head.settings.num_guesses, batch.token_ids.shape[1]
@@ -156,7 +130,7 @@ def compared(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, torch.T
     return estimates.flatten(1, 2)[counts], last[counts], tokens[counts], numbers[counts]
 
 
-def head_loss(head: DFlashHead, batch: BlockBatch) -> tuple[torch.Tensor, float]:
+def head_loss(head: DFlashHead, batch: LayerBatch) -> tuple[torch.Tensor, float]:
     """(loss, share of places where head and target hold the same token the best)."""
     estimates, last, before, numbers = compared(head, batch)
     places = places_for_laws(len(estimates), head.num_guessed).to(last.device)
@@ -194,7 +168,7 @@ def agreement_on(head: DFlashHead, target: PreTrainedModel, generations: list[Ge
     same, count = [0] * num_places, [0] * num_places
     torch.manual_seed(0)  # of the places
     for part in shuffled_batches(generations, tokens_per_batch=8192, seed="agreement"):
-        estimates, last, before, numbers = compared(head, block_batch(head, target, part))
+        estimates, last, before, numbers = compared(head, layer_batch(head, target, part))
         most = max(MOST_LAW_NUMBERS // head.num_guessed, 1)  # at a time
         parts = zip(estimates.split(most), last.split(most), before.split(most), strict=True)
         is_same = torch.cat([is_guessed(head, target, *each) for each in parts])
@@ -218,7 +192,7 @@ RECIPE = Recipe(
     "hidden_norm.weight",
     new_head,
     DFlashHead.load,
-    block_batch,
+    layer_batch,
     head_loss,
     agreement_on,
     files=frozenset({WEIGHT_FILE, CONFIG_FILE, FACTS}),

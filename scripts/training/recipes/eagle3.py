@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -17,25 +16,12 @@ from stand.drafters.heads.trained_part import FAMILIES, WEIGHT_FILE, rows_of
 from stand.forward.model import text_config
 from training.checkpoint import FACTS
 from training.generations import Generation, frequent_tokens, shuffled_batches
-from training.head_training import Recipe, padded_tokens, places_for_laws
+from training.head_training import Recipe, places_for_laws
+from training.layer_batch import LayerBatch, layer_batch
 
 DEPTH = 4  # estimates in a row
 DECAY = 0.8  # of the loss's weight with each of them, as in SpecForge
 UNROLLED = "stand_unrolled"  # the attention of a training, by its name in transformers
-
-
-@dataclass(frozen=True, slots=True)
-class HeadBatch:
-    """Pairs of one batch: what goes in, what should come out, and where it counts."""
-
-    hidden: torch.Tensor  # [B, L, W]: inputs of the target's layers that the head reads
-    last: torch.Tensor  # [B, L, D]: what the target's LM head reads
-    token_ids: torch.Tensor  # [B, L]
-    counts: torch.Tensor  # [B, L] bool: this token's law wrote a token of the generation
-
-    @property
-    def nbytes(self) -> int:
-        return self.hidden.nbytes + self.last.nbytes
 
 
 def new_head(target: PreTrainedModel, options: Namespace, generations: list[Generation]) -> Eagle3Head:
@@ -51,19 +37,7 @@ def new_head(target: PreTrainedModel, options: Namespace, generations: list[Gene
     return head
 
 
-@torch.no_grad()
-def head_batch(head: Eagle3Head, target: PreTrainedModel, generations: list[Generation]) -> HeadBatch:
-    """Padding is on the right, so causality hides it."""
-    token_ids = padded_tokens(generations).to(target.device)
-    counts = torch.zeros(token_ids.shape, dtype=torch.bool, device=target.device)
-    for row, one in enumerate(generations):
-        counts[row, max(one.prompt_length - 1, 0) : len(one.token_ids) - 1] = True
-    found = target.base_model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
-    hidden = torch.cat([found.hidden_states[layer] for layer in head.feature_layers], dim=-1)
-    return HeadBatch(hidden, found.last_hidden_state, token_ids, counts)
-
-
-def unrolled(head: Eagle3Head, batch: HeadBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def unrolled(head: Eagle3Head, batch: LayerBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Depth by depth, (estimates that count [n, D], what the target's LM head reads there [n, D]).
 
     Column i holds the chain that goes on from feature i by the tokens of the text. Its d-th estimate is of feature
@@ -107,7 +81,7 @@ def unrolled_attention(
 ALL_ATTENTION_FUNCTIONS.register(UNROLLED, unrolled_attention)
 
 
-def head_loss(head: Eagle3Head, batch: HeadBatch) -> tuple[torch.Tensor, float]:
+def head_loss(head: Eagle3Head, batch: LayerBatch) -> tuple[torch.Tensor, float]:
     """(loss, share of places where the first estimates and the target hold the same token the best)."""
     lm_head = head._model[0].get_output_embeddings()
     lm_head = lm_head if head.vocabulary is None else rows_of(lm_head, head.vocabulary)
@@ -129,7 +103,7 @@ def agreement_on(head: Eagle3Head, target: PreTrainedModel, generations: list[Ge
     """Per depth, the share of places where head and target hold the same token the best, given the tokens before it."""
     same, count = [0] * DEPTH, [0] * DEPTH
     for part in shuffled_batches(generations, tokens_per_batch=8192, seed="agreement"):
-        for depth, (estimates, last) in enumerate(unrolled(head, head_batch(head, target, part))):
+        for depth, (estimates, last) in enumerate(unrolled(head, layer_batch(head, target, part))):
             guessed = head.best_tokens(estimates, temperature=1.0, count=1)[0][:, 0]
             best = target.get_output_embeddings()(last).argmax(dim=-1)
             same[depth], count[depth] = same[depth] + int((guessed == best).sum()), count[depth] + len(best)
@@ -141,7 +115,7 @@ RECIPE = Recipe(
     "midlayer.hidden_norm.weight",
     new_head,
     Eagle3Head.load,
-    head_batch,
+    layer_batch,
     head_loss,
     agreement_on,
     files=frozenset({WEIGHT_FILE, CONFIG_FILE, FACTS}),

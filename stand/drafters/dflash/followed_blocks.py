@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from stand.drafters.dflash.block_plan import BlockPlan
 from stand.drafters.dflash.head import DFlashHead
@@ -14,15 +13,12 @@ from stand.drafters.heads.followed_features import FollowedFeatures
 from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.model import PROMPT_CHUNK
 from stand.forward.packed_plan import StepPlan
-from stand.forward.tree_attention import tree_attention  # noqa: F401  (registers the attention of the layers)
 
 
 class FollowedBlocks(FollowedFeatures):
     """The cache holds the keys of a row's features; a block is written behind them and forgotten."""
 
-    def __init__(self, target: PreTrainedModel, head: DFlashHead) -> None:
-        super().__init__(target, head)
-        self._head: DFlashHead = head
+    _head: DFlashHead
 
     def run(self, histories: Sequence[np.ndarray]) -> torch.Tensor:
         """Run the head behind the rows: estimates [rows, G, D] at the places that guess."""

@@ -32,6 +32,7 @@ from stand.verifiers import Verifier
 
 if TYPE_CHECKING:
     from stand.drafters.drafter import Drafter
+    from stand.drafters.heads.packed_run import RunRecorder
     from stand.fusion.fusion import Fusion
     from stand.gpu.guarded_step import GuardedStep
 
@@ -65,6 +66,9 @@ class Backend(Protocol):
 
     def new_step(self, start: StepStart) -> Step:
         """A step for one call."""
+
+    def new_recorder(self) -> RunRecorder | None:
+        """For a drafter's own modules, where steps are recorded."""
 
 
 class EagerBackend:
@@ -115,6 +119,9 @@ class EagerBackend:
             room = max(row.num_cached for row in start.rows) + 1
             cache = TreeCache(start.num_places, room, fusion=self.fusion)
         return EagerStep(self._model, cache, start.law, start.verifier, **start.asked)
+
+    def new_recorder(self) -> RunRecorder | None:
+        return None
 
 
 class CapturedBackend:
@@ -210,6 +217,11 @@ class CapturedBackend:
         if self._is_captured:
             self._previous = step
         return step
+
+    def new_recorder(self) -> RunRecorder | None:
+        from stand.gpu.head_runs.recorder import HeadRecorder
+
+        return HeadRecorder(self._model)
 
     def _obstacle_of(self, start: StepStart) -> str | None:
         """What a recorded step cannot do for this call, though the model and the rule are served."""

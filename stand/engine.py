@@ -83,6 +83,7 @@ class Engine:
         self.drafter = drafter
         self.verifier = verifier
         self.backend = backend
+        drafter.record_runs(backend.new_recorder())
         self._problems = NumberedKeys(MOST_PROMPTS)
         self._kept: KeptPrompts | None = None
 

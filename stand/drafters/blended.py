@@ -20,6 +20,7 @@ from stand.drafters.drafter import (
     settle_vocabulary,
     teach_two_ways,
 )
+from stand.drafters.heads.packed_run import RunRecorder
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
 from stand.forward.devices import input_device, is_nvidia, off_one_device, tensor_group
@@ -130,6 +131,10 @@ class BlendedDrafter(LookupDrafter):
             self._choose_costs(model)
         else:  # somebody has set them
             self._known = self._timed = None
+
+    def record_runs(self, recorder: RunRecorder | None) -> None:
+        if self.source is not None:
+            self.source.record_runs(recorder)
 
     def _choose_costs(self, model: PreTrainedModel) -> None:
         """Where neither a budget nor costs are given; see the class."""

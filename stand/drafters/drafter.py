@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.costs.step_cost import StepTimer
+from stand.drafters.heads.packed_run import RunRecorder
 from stand.forward.features import FeatureLayers
 from stand.forward.rider import Rider
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TokenMasks
@@ -98,6 +99,10 @@ class Drafter(CallCounter, ABC):
 
         Raises ValueError where they do not fit.
         """
+
+    def record_runs(self, recorder: RunRecorder | None) -> None:
+        """The engine says, behind `attach`, what records runs of the drafter's own modules as its steps are recorded;
+        None: they run operation by operation."""
 
     def start_call(self, *, learns: bool) -> int:
         """A number in [0, 2**64) that the engine mixes into the seed of a call that starts now.

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import CallCounter, DraftRequest, Lesson
+from stand.drafters.heads.packed_run import RunRecorder
 from stand.forward.features import FeatureLayers
 from stand.forward.rider import Rider
 from stand.trees import DraftBatch, OutsideLaws
@@ -31,6 +32,9 @@ class LawSource(CallCounter, ABC):
 
     def attach(self, model: PreTrainedModel) -> None:
         """`stand.wrap` shows the model. Raises ValueError where it does not fit."""
+
+    def record_runs(self, recorder: RunRecorder | None) -> None:
+        """See `Drafter.record_runs`."""
 
     @abstractmethod
     def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:

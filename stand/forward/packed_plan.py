@@ -132,6 +132,11 @@ class StepPlan:
             device=device,
         )
 
+    @property
+    def told(self) -> StepPlan:
+        """What the attention of a forward takes as `stand_plan`."""
+        return self
+
     def on(self, device: torch.device) -> StepPlan:
         """The same plan with its tensors on `device`, where a layer of the model may lie that is not at home here."""
         if device == self.device:

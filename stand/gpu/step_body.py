@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,16 +9,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.attention_shape import AttentionShape
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.features import FeatureLayers, feature_width, taken_features
 from stand.forward.model import text_config
 from stand.forward.packed_plan import running
 from stand.forward.rider import Rider
+from stand.gpu.attention_room import AttentionRoom
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, DeviceVerdict
-from stand.gpu.kernel_attention import KernelPlan, Work
+from stand.gpu.kernel_attention import KernelPlan
 from stand.gpu.kernel_scan import KernelScan
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.verification.filter import filter_rows
@@ -28,8 +27,7 @@ from stand.gpu.kernels.verification.top_tokens import top_tokens
 from stand.gpu.packets.packet import Packet
 from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
-from stand.gpu.packets.work_list import Splitting, Tiling
-from stand.gpu.tuning.attention_tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
+from stand.gpu.packets.work_list import Tiling
 from stand.laws.sampling import TargetLaw
 from stand.laws.scored import LOGITS, SCORES, Scored
 from stand.step import StepStart
@@ -38,7 +36,7 @@ LEARNED_ROWS = 10  # best tokens per node that come back
 
 
 class StepOutput:
-    """What steps of every size share: how keys are split, scratch, laws and hidden states on the device, verdict and
+    """What steps of every size share: room for attention, laws and hidden states on the device, verdict and
     best tokens on the host. No two steps run at once."""
 
     def __init__(
@@ -52,11 +50,8 @@ class StepOutput:
         has_processors: bool = False,
     ):
         config = text_config(model)
-        self._dtype, self._device, self._limits = model.dtype, model.device, limits_of(model.device)
-        self._shapes = key_shape(model).attentions
-        self._splittings = self._splittings_of(num_rows)
-        self._tilings: dict[int, tuple[Tiling, ...]] = {}  # by the tokens of the longest row
-        self._make_scratch(num_rows, model.device)
+        self._dtype, self._device = model.dtype, model.device
+        self._room = AttentionRoom(key_shape(model).attentions, num_rows, dtype=model.dtype, device=model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.scores = torch.zeros_like(self.laws) if has_processors else None  # theirs, before and after
         self.logits = torch.zeros_like(self.laws) if keeps_logits else None  # of the forward
@@ -78,21 +73,9 @@ class StepOutput:
         self.device_verdict = DeviceVerdict(**self._verdict.device, path=path)
         self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
 
-    def _splittings_of(self, num_rows: int) -> dict[AttentionShape, dict[int, Splitting]]:
-        """For each kind of layers, by the number of programs that a processor holds at once."""
-        return {
-            shape: {
-                count: Splitting.filling(
-                    self._device, key_heads=shape.key_heads, num_rows=num_rows, programs=count, window=shape.window
-                )
-                for count in range(1, MOST_AT_ONCE + 1)
-            }
-            for shape in self._shapes
-        }
-
     def has_splits_of(self, num_rows: int) -> bool:
         """Whether rows are split as in a call of so many."""
-        return self._splittings_of(num_rows) == self._splittings
+        return self._room.splits_as(num_rows)
 
     def holds(self, start: StepStart) -> bool:
         """Whether it has a place for all that a call which begins so asks for."""
@@ -105,31 +88,13 @@ class StepOutput:
         )
 
     def tilings(self, tokens_per_row: int) -> tuple[Tiling, ...]:
-        """Of the work of each kind of layers where the longest row has `tokens_per_row` tokens."""
-        if tokens_per_row not in self._tilings:
-            self._tilings[tokens_per_row] = tuple(self._tiling(shape, tokens_per_row) for shape in self._shapes)
-        return self._tilings[tokens_per_row]
-
-    def _tiling(self, shape: AttentionShape, tokens_per_row: int) -> Tiling:
-        asked = {"limits": self._limits}
-        tile = tile_tokens(tokens_per_row, shape.groups, shape.sizes, self._dtype, **asked)
-        programs = programs_at_once(tile * shape.groups, shape.sizes, self._dtype, **asked)
-        return Tiling(tile, self._splittings[shape][programs])
+        """See `AttentionRoom`."""
+        return self._room.tilings(tokens_per_row)
 
     def suits(self, model: PreTrainedModel) -> bool:
         """Whether the model has not been cast or moved since, and has as many tokens in its vocabulary."""
         is_as_large = self.laws.shape[1] == text_config(model).vocab_size
         return is_as_large and (self._dtype, self._device) == (model.dtype, model.device)
-
-    def _make_scratch(self, num_rows: int, device: torch.device) -> None:
-        """Room for the partial results of the largest step, whatever the length of its rows."""
-        most = NUM_TOKENS[-1]
-        sizes = [self.tilings(1), self.tilings(most)]  # small tiles and large ones
-        self._rooms = [max(_room(tiling, most, num_rows) for tiling in tilings) for tilings in zip(*sizes, strict=True)]
-        counts = [room * shape.num_heads for room, shape in zip(self._rooms, self._shapes, strict=True)]
-        numbers = [count * shape.sizes.mixed for count, shape in zip(counts, self._shapes, strict=True)]
-        self.partials = torch.zeros(max(numbers), dtype=torch.float32, device=device)
-        self.log_sums = torch.zeros(max(counts), dtype=torch.float32, device=device)
 
     @contextmanager
     def features_of(self, model: PreTrainedModel) -> Iterator[None]:
@@ -153,17 +118,7 @@ class StepOutput:
 
     def plan(self, packet: StepPacket) -> KernelPlan:
         """What attention needs of a packet of this step."""
-        step, tilings = packet.device, packet.size.tilings
-        works = {
-            shape: Work(
-                step[f"items_{number}"],
-                step[f"partial_starts_{number}"],
-                tiling.tile_tokens,
-                room if tiling.splitting.row_items > 1 else 0,
-            )
-            for number, (shape, tiling, room) in enumerate(zip(self._shapes, tilings, self._rooms, strict=True))
-        }
-        return KernelPlan(step, works, self.partials, self.log_sums)
+        return self._room.plan(packet.device, packet.size.tilings)
 
     def send_verdict(self) -> None:
         """What the rule wrote, down to the host."""
@@ -199,11 +154,6 @@ class StepOutput:
 def needs_logits(held: frozenset[str], law: TargetLaw) -> bool:
     """Whether a step keeps the model's logits for a call that asks for so much."""
     return LOGITS in held or SCORES in held and not law.has_processors
-
-
-def _room(tiling: Tiling, num_tokens: int, num_rows: int) -> int:
-    """For the partial results of a head."""
-    return 0 if tiling.splitting.row_items == 1 else tiling.most_partials(num_tokens, num_rows, sys.maxsize)
 
 
 class StepBody:

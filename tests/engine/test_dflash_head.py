@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from estimated_rows import EstimatedBlocks
 from plain_dflash import plain_block
 from plain_eagle3 import deep_target, layer_inputs
 from random_dflash import CONVOLUTIONS, LAYER, MARKOV, SELECTOR, random_dflash
@@ -15,7 +16,6 @@ from transformers import GenerationConfig
 from two_tokens import assert_greedy_equals_transformers
 
 import stand
-from stand.drafters.dflash.followed_blocks import FollowedBlocks
 from stand.drafters.dflash.head import DFlashHead
 from stand.drafters.dflash.settings import DFlashSettings, usual_layers
 
@@ -91,7 +91,7 @@ HISTORY = [5, 9, 11, 4]
 
 @torch.inference_mode()
 def estimates_of(head) -> torch.Tensor:
-    return FollowedBlocks(deep_target(), head).run([np.array(HISTORY, dtype=np.int32)])[0]
+    return EstimatedBlocks(deep_target(), head).run([np.array(HISTORY, dtype=np.int32)])[0]
 
 
 def assert_formulas(head) -> None:
@@ -316,7 +316,7 @@ def test_estimates_are_those_of_transformers(window):
         cache = pytest.importorskip("transformers.cache_utils").DFlashCache(config=model.config)
         cache.set_previous_accepted_tokens(len(history) - 1)
         expected = model(block, hidden, position_ids=places, cache=cache).last_hidden_state[0, 1:]
-        found = FollowedBlocks(deep_target(), head).run([np.array(history, dtype=np.int32)])[0]
+        found = EstimatedBlocks(deep_target(), head).run([np.array(history, dtype=np.int32)])[0]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -333,5 +333,5 @@ def test_transformers_drafts_from_the_same_hidden_states():
     outputs = target(history[:, :-1], output_hidden_states=True)
     kept = {"position_ids": torch.arange(history.shape[1])[None], "attention_mask": None}
     found = generator.get_candidates(history, kept, outputs, is_first_iteration=False, n_last_matches=0)[1]
-    estimates = FollowedBlocks(target, head).run([history[0].numpy().astype(np.int32)])
+    estimates = EstimatedBlocks(target, head).run([history[0].numpy().astype(np.int32)])
     torch.testing.assert_close(head.logits(estimates), found, atol=1e-3, rtol=1e-3)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from draft_requests import draft_request
+from estimated_rows import EstimatedBlocks
 from noisy_walks import draft
 from plain_dflash import BlockFormulas, plain_block
 from plain_eagle3 import deep_target
@@ -55,7 +56,7 @@ def head_of(**settings):
 
 @torch.inference_mode()
 def said(head, *, temperature: float = 0.7, width: int = WIDTH):
-    estimates = FollowedBlocks(deep_target(), head).run(HISTORIES)
+    estimates = EstimatedBlocks(deep_target(), head).run(HISTORIES)
     pending = torch.tensor([int(history[-1]) for history in HISTORIES])
     return head.laws(estimates, pending, temperature=temperature, count=COUNT, width=width)
 
@@ -307,13 +308,13 @@ def test_a_run_that_never_paid_is_left_out_where_nothing_is_learned(monkeypatch)
 
 def test_an_overflow_costs_a_draft_and_not_the_call(monkeypatch):
     """Every third run has estimates that are not finite."""
-    runs, run = [], FollowedBlocks.run
+    runs, estimates = [], FollowedBlocks._estimates
 
-    def overflowing(rows, histories):
+    def overflowing(rows, *given):
         runs.append(0)
-        return run(rows, histories) * (float("inf") if len(runs) % 3 == 2 else 1.0)
+        return estimates(rows, *given) * (float("inf") if len(runs) % 3 == 2 else 1.0)
 
-    monkeypatch.setattr(FollowedBlocks, "run", overflowing)
+    monkeypatch.setattr(FollowedBlocks, "_estimates", overflowing)
     engine, _ = engine_with(head_of(**SELECTOR), always=True)
     output = engine.generate(**CALL, temperature=1.0, seed=0)
     assert len(runs) > 5 and {len(tokens) for tokens in output.token_ids} == {20}

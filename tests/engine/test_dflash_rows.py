@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from estimated_rows import EstimatedBlocks
 from plain_dflash import plain_block
 from plain_eagle3 import deep_target, layer_inputs
 from plain_lessons import path_to, plain_lesson, texts
@@ -47,8 +48,8 @@ def head_of(**settings):
     return random_dflash(deep_target(), **{"feature_layers": LAYERS} | settings)
 
 
-def rows_of(head) -> followed_blocks.FollowedBlocks:
-    return followed_blocks.FollowedBlocks(deep_target(), head)
+def rows_of(head) -> EstimatedBlocks:
+    return EstimatedBlocks(deep_target(), head)
 
 
 @torch.inference_mode()
@@ -223,7 +224,7 @@ def test_the_targets_dtype_is_the_heads(dtype, tolerance):
     plain.load_state_dict(head.state_dict())
     histories = texts(LONG, SHORT, PENDING)
     with torch.inference_mode():
-        found = followed_blocks.FollowedBlocks(target, head).run(histories)
+        found = EstimatedBlocks(target, head).run(histories)
         expected = rows_of(plain).run(histories)
     assert found.dtype == target.dtype and head._rotary[0].inv_freq.dtype == torch.float32
     assert float((found.float() - expected).norm() / expected.norm()) < tolerance

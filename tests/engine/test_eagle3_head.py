@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from estimated_rows import EstimatedRows
 from plain_eagle import random_head
 from plain_eagle3 import LAYER, deep_target, plain_logits3, random_eagle3
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,6 @@ import stand
 from stand.drafters.eagle.attached import attached
 from stand.drafters.eagle.eagle3_head import Eagle3Head
 from stand.drafters.eagle.eagle3_settings import Eagle3Settings, usual_layers
-from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
 
 SIZE, INNER, COUNT = SHAPE["hidden_size"], LAYER["intermediate_size"], SHAPE["vocab_size"]
@@ -63,7 +63,7 @@ def written(folder, tensors, config, name: str = "model.safetensors"):
 @torch.inference_mode()
 def guesses(head, target) -> torch.Tensor:
     """Logits after a prompt, and after a drafted token."""
-    rows = FollowedRows(target, head)
+    rows = EstimatedRows(target, head)
     estimate = rows.catch_up([np.array([5, 9, 11, 4], dtype=np.int32)])[1]
     return head.logits(torch.cat([estimate, rows.extend([0], [7], [None], estimate)]))
 

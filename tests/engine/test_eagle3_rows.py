@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from estimated_rows import EstimatedRows
 from plain_eagle3 import deep_target, layer_inputs, plain_logits3, random_eagle3
 from plain_lessons import path_to, plain_lesson, texts
 
@@ -33,8 +34,8 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(followed_rows, "PROMPT_CHUNK", 4)
 
 
-def rows_of(head) -> followed_rows.FollowedRows:
-    return followed_rows.FollowedRows(deep_target(), head)
+def rows_of(head) -> EstimatedRows:
+    return EstimatedRows(deep_target(), head)
 
 
 def step(rows, head, histories, *, keeps) -> list[np.ndarray]:

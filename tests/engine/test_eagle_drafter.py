@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from estimated_rows import EstimatedRows
 from failures import failing_after
 from plain_eagle import plain_logits, random_head
 from plain_eagle3 import plain_logits3, random_eagle3
@@ -241,7 +242,7 @@ def test_of_many_prompts_the_oldest_are_forgotten(monkeypatch):
     """Steps without drafts never ask for them: newer ones must still find a place."""
     monkeypatch.setattr(followed_features, "MOST_PROMPTS", 3)
     target = tiny_model("llama")
-    rows = followed_rows.FollowedRows(target, random_head(target))
+    rows = EstimatedRows(target, random_head(target))
     prompts = [np.array([5, 6, number, 7], dtype=np.int32) for number in range(6)]
     for number, prompt in enumerate(prompts):
         rows.follow_prompt(prompt, torch.full((3, target.config.hidden_size), float(number)))
@@ -260,8 +261,8 @@ def test_the_head_does_not_run_again_where_no_node_is_left(monkeypatch):
     assert drafter.num_checked > 0 and not runs
 
 
-def new_rows(target="llama") -> followed_rows.FollowedRows:
-    return followed_rows.FollowedRows(tiny_model(target), random_head(tiny_model(target)))
+def new_rows(target="llama") -> EstimatedRows:
+    return EstimatedRows(tiny_model(target), random_head(tiny_model(target)))
 
 
 @torch.inference_mode()

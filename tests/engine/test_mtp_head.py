@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from estimated_rows import EstimatedRows
 from mtp_checkpoints import (
     FILE,
     INDEX,
@@ -36,7 +37,6 @@ import stand
 from stand.drafters.eagle import drafter as eagle_drafter
 from stand.drafters.eagle import laws as eagle_laws
 from stand.drafters.eagle.attached import attached
-from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.mtp_head import MtpHead
 from stand.trees import TreeShape
@@ -120,8 +120,8 @@ def test_every_estimate_is_the_layers_own(kind, plain, drafter, folders, targets
     made: list[CheckedRows] = []
     slow = plain(kind, *folders(kind))
 
-    def checked_rows(*args: object) -> CheckedRows:
-        made.append(CheckedRows(*args, plain=slow))
+    def checked_rows(*args: object, **settings: object) -> CheckedRows:
+        made.append(CheckedRows(*args, plain=slow, **settings))
         return made[-1]
 
     for module in (eagle_drafter, eagle_laws):
@@ -222,7 +222,7 @@ def test_a_layer_has_its_targets_types(kind, way, folders):
     library = types(MtpModel.from_pretrained(model).layers[0]) if is_mixed else {}
     assert types(head.layer) == dict.fromkeys(types(head.layer), torch.bfloat16) | library
     with torch.inference_mode():
-        estimates = FollowedRows(model, head).catch_up([np.array(PROMPTS[0], dtype=np.int32)])[1]
+        estimates = EstimatedRows(model, head).catch_up([np.array(PROMPTS[0], dtype=np.int32)])[1]
     assert estimates.dtype == torch.bfloat16 and estimates.isfinite().all()
     again = attached(model.double(), head)
     assert again is not head and {weight.dtype for weight in again.parameters()} == {torch.float64}

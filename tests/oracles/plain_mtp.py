@@ -13,7 +13,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from stand.drafters.drafter import Lesson
-from stand.drafters.eagle.followed_rows import FollowedRows
+from stand.drafters.eagle.followed_rows import FollowedRows, NodeLaws
 
 Tokens = tuple[int, ...]
 
@@ -84,8 +84,8 @@ class LibraryLayer(PlainLayer):
 class CheckedRows(FollowedRows):
     """Compares every estimate of a head with a plain one."""
 
-    def __init__(self, *args: object, plain: PlainLayer) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: object, plain: PlainLayer, **settings: object) -> None:
+        super().__init__(*args, **settings)
         self._plain = plain
         self.num_roots = self.num_nodes = self.num_siblings = 0  # that were compared
         self.num_kept = 0  # drafted tokens whose features the target gave
@@ -94,18 +94,22 @@ class CheckedRows(FollowedRows):
         super().follow(lesson)
         self.num_kept += sum(map(len, lesson.accepted))
 
-    def catch_up(self, histories: Sequence[np.ndarray]) -> tuple[np.ndarray, torch.Tensor]:
-        rows, estimates = super().catch_up(histories)
+    def catch_up(self, histories: Sequence[np.ndarray]) -> tuple[np.ndarray, NodeLaws]:
+        rows, laws = super().catch_up(histories)
         self._histories = [tuple(history.tolist()) for history in histories]
         self._drafted: list[list[Tokens]] = [[] for _ in histories]
         self.num_roots += len(rows)
-        self._compare(rows, [()] * len(rows), estimates)
-        return rows, estimates
+        self._compare(rows, [()] * len(rows), laws.estimates)
+        return rows, laws
 
     def extend(
-        self, rows: Sequence[int], tokens: Sequence[int], parents: Sequence[int | None], features: torch.Tensor
-    ) -> torch.Tensor:
-        estimates = super().extend(rows, tokens, parents, features)
+        self,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        parents: Sequence[int | None],
+        features: Sequence[torch.Tensor],
+    ) -> NodeLaws:
+        laws = super().extend(rows, tokens, parents, features)
         paths = []
         for row, token, parent in zip(rows, tokens, parents, strict=True):
             above = () if parent is None else self._drafted[row][parent]
@@ -113,8 +117,8 @@ class CheckedRows(FollowedRows):
             paths.append((*above, int(token)))
             self._drafted[row].append(paths[-1])
         self.num_nodes += len(rows)
-        self._compare(rows, paths, estimates)
-        return estimates
+        self._compare(rows, paths, laws.estimates)
+        return laws
 
     def _compare(self, rows: Sequence[int], paths: Sequence[Tokens], estimates: torch.Tensor) -> None:
         for row, path, estimate in zip(rows, paths, estimates, strict=True):

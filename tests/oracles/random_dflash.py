@@ -25,6 +25,7 @@ def random_dflash(
     is_causal: tuple[bool, ...] | None = None,
     vocabulary: list[int] | None = None,
     seed: int = 0,
+    head_size: int = 8,
     **settings: object,
 ) -> DFlashHead:
     """windows: per layer, whether it sees the newest 4 tokens alone."""
@@ -32,7 +33,8 @@ def random_dflash(
     kinds = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windows]
     config = Qwen3Config(
         vocab_size=target.config.vocab_size, hidden_size=target.config.hidden_size, num_hidden_layers=num_layers,
-        layer_types=kinds, use_sliding_window=any(windows), sliding_window=4 if any(windows) else None, **LAYER,
+        layer_types=kinds, use_sliding_window=any(windows), sliding_window=4 if any(windows) else None,
+        **LAYER | {"head_dim": head_size},
     )  # fmt: skip
     torch.manual_seed(seed)
     known = None if vocabulary is None else torch.tensor(vocabulary)

@@ -6,6 +6,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from estimated_rows import EstimatedBlocks
 from random_dflash import CONVOLUTIONS, MARKOV, SELECTOR, random_dflash
 from tiny_models import tiny_model
 from train_dflash import main, read_arguments
@@ -28,7 +29,6 @@ from training.recipes.dflash import (
 from workloads.tiny_classes import tiny_model as tiny_class
 
 import stand
-from stand.drafters.dflash.followed_blocks import FollowedBlocks
 from stand.drafters.dflash.head import DFlashHead
 from stand.drafters.dflash.settings import DFlashSettings
 from stand.forward.tree_attention import ATTENTION_NAME
@@ -57,7 +57,7 @@ def assert_drafts_are_trained(head, model) -> None:
     for row, text in enumerate(TEXTS):
         for column, place in enumerate(range(1, len(text))):
             with torch.inference_mode():
-                drafted = FollowedBlocks(model, head).run([np.array(text[: place + 1], dtype=np.int32)])[0]
+                drafted = EstimatedBlocks(model, head).run([np.array(text[: place + 1], dtype=np.int32)])[0]
             torch.testing.assert_close(trained[row, column], drafted, atol=2e-4, rtol=1e-3)
 
 

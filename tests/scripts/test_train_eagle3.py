@@ -6,6 +6,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from estimated_rows import EstimatedRows
 from tiny_models import tiny_model
 from train_eagle import read_arguments, recipe_of
 from trained_heads import greedy_generations
@@ -17,7 +18,6 @@ from training.recipes.eagle3 import DEPTH, RECIPE, agreement_on, new_head, unrol
 
 import stand
 from stand.drafters.eagle.eagle3_head import Eagle3Head
-from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.forward.tree_attention import ATTENTION_NAME
 
 PROMPTS = [[token, token + 1, 5] for token in range(3, 40, 3)]
@@ -38,7 +38,7 @@ def test_estimates_in_a_row_are_those_of_drafts(target):
     head.config._attn_implementation = ATTENTION_NAME
     assert [len(estimates) for estimates in trained] == [len(tokens) - 1 - depth for depth in range(1, DEPTH + 1)]
     for column in range(1, len(tokens) - 1 - DEPTH):
-        rows = FollowedRows(model, head)
+        rows = EstimatedRows(model, head)
         _, estimate = rows.catch_up([np.array(tokens[: column + 2], dtype=np.int32)])
         for depth in range(DEPTH):
             torch.testing.assert_close(estimate[0], trained[depth][column], atol=1e-5, rtol=1e-4)

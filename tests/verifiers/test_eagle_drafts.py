@@ -24,7 +24,7 @@ from tiny_models import SHAPE
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import stand
-from stand.drafters.eagle.followed_rows import FollowedRows
+from stand.drafters.eagle.followed_rows import FollowedRows, NodeLaws
 from stand.drafters.eagle.growth import BestFirstGrowth
 from stand.drafters.heads.trained_part import likeliest
 from stand.trees import DraftBatch, TreeShape
@@ -36,28 +36,29 @@ SAME = [HISTORIES[0], HISTORIES[0]]
 LOGITS = torch.from_numpy(0.4 * np.random.default_rng(3).normal(size=(5000, SIZE)))  # all tokens are likely
 
 
-class TableHead:
+class TableRows:
     """A feature is the number of its context; the table has a law for each."""
 
-    def best_tokens(self, features: torch.Tensor, **settings) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, probs = likeliest(LOGITS[features[:, 0].long() % len(LOGITS)], **settings)
-        return ids.to(torch.int32), probs
+    def __init__(self, **settings):
+        self._settings = settings
 
-
-class TableRows:
     def catch_up(self, histories):
         numbers = [[int("".join(map(str, history.tolist())), SIZE)] for history in histories]
-        return np.arange(len(histories)), torch.tensor(numbers)
+        return np.arange(len(histories)), self._laws(torch.tensor(numbers))
 
     def extend(self, rows, tokens, parents, features):
         assert list(rows) == sorted(rows) and len(parents) == len(tokens)
-        return features * SIZE + torch.tensor(tokens)[:, None] + 7
+        return self._laws(torch.stack(list(features)) * SIZE + torch.tensor(tokens)[:, None] + 7)
+
+    def _laws(self, features: torch.Tensor) -> NodeLaws:
+        ids, probs = likeliest(LOGITS[features[:, 0].long() % len(LOGITS)], **self._settings)
+        return NodeLaws(features, ids.to(torch.int32).numpy(), probs.numpy())
 
 
 class TableEagle(stand.EagleDrafter):
     def __init__(self, **settings):
-        super().__init__(TableHead(), num_candidates=SIZE, **settings)
-        self._rows = TableRows()
+        super().__init__("no head", num_candidates=SIZE, **settings)
+        self._rows = TableRows(temperature=self.temperature, count=SIZE)
 
 
 class HeadEagle(stand.EagleDrafter):
@@ -71,7 +72,7 @@ class HeadEagle(stand.EagleDrafter):
         self._target = target
 
     def draft(self, request):
-        self._rows = FollowedRows(self._target, self.head)
+        self._rows = FollowedRows(self._target, self.head, temperature=self.temperature, count=self.law_size)
         return super().draft(request)
 
 

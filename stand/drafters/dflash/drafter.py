@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from stand.argument_checks import check_flags
 from stand.drafters.blended import MOST_NODES, default_budget
 from stand.drafters.dflash.followed_blocks import FollowedBlocks
-from stand.drafters.dflash.head import BlockLaws, DFlashHead
+from stand.drafters.dflash.head import DFlashHead
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.drafters.growing_draft import GrowingDraft, grow_best_first, planted, typical_tree
+from stand.drafters.heads.packed_run import RunRecorder
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch
 
@@ -63,7 +64,11 @@ class DFlashDrafter(Drafter):
         self.head = DFlashHead.of(model, self.head)
         self.feature_layers = self.head.feature_layers
         self._default_budget = default_budget(model)
-        self._rows = FollowedBlocks(model, self.head)
+        asked = {"temperature": self.temperature, "count": self.law_size, "width": self.law_size}
+        self._rows = FollowedBlocks(model, self.head, **asked)
+
+    def record_runs(self, recorder: RunRecorder | None) -> None:
+        self._rows.record_runs(recorder)
 
     def typical_draft(self) -> DraftBatch:
         width = min(self.law_size, self.head.num_guessed)
@@ -91,12 +96,9 @@ class DFlashDrafter(Drafter):
 
     def _blocks(self, request: DraftRequest) -> list[tuple[np.ndarray, ...]]:
         """Per row, the arrays of `BlockLaws` that there are."""
-        pending = torch.tensor([int(history[-1]) for history in request.histories])
-        estimates = self._rows.run(request.histories)
-        asked = {"temperature": self.temperature, "count": self.law_size, "width": self.law_size}
-        found: BlockLaws = self.head.laws(estimates, pending.to(estimates.device), **asked)
+        found = self._rows.run(request.histories)
         parts = (found.ids, found.probs, found.before, found.pair_ids, found.pair_probs)
-        return list(zip(*(part.cpu().numpy() for part in parts if part is not None), strict=True))
+        return list(zip(*(part.numpy() for part in parts if part is not None), strict=True))
 
 
 class _RowLaws:

@@ -58,7 +58,8 @@ class DFlashLaws(FollowedLaws):
     def attach(self, model: PreTrainedModel) -> None:
         self.head = DFlashHead.of(model, self.head)
         self.feature_layers = self.head.feature_layers
-        self._rows: FollowedBlocks = FollowedBlocks(model, self.head)
+        asked = {"temperature": self.temperature, "count": self.law_size, "width": MOST_BEFORE}
+        self._rows: FollowedBlocks = FollowedBlocks(model, self.head, **asked)
         if not self.always:
             self._paying = PayingRuns(self.head.share_of_step(), most=1)
 
@@ -79,16 +80,13 @@ class DFlashLaws(FollowedLaws):
         return self._paying.laws(request, plan, ask)
 
     def _run(self, request: DraftRequest) -> OutsideLaws:
-        estimates = self._rows.run(request.histories)
-        pending = torch.tensor([int(history[-1]) for history in request.histories], device=estimates.device)
-        asked = {"temperature": self.temperature, "count": self.law_size, "width": MOST_BEFORE}
-        found = self.head.laws(estimates, pending, **asked)
+        found = self._rows.run(request.histories)
         return _alone(found, self.source) if found.before is None else _in_levels(found, self.source)
 
 
 def _alone(found: BlockLaws, source: int) -> OutsideLaws:
     """One law per place."""
-    return OutsideLaws.of_heads(found.ids.cpu().numpy(), found.probs.cpu().numpy(), source=source)
+    return OutsideLaws.of_heads(found.ids.numpy(), found.probs.numpy(), source=source)
 
 
 def _in_levels(found: BlockLaws, source: int) -> OutsideLaws:
@@ -114,7 +112,7 @@ def _in_levels(found: BlockLaws, source: int) -> OutsideLaws:
 
 def _nodes(levels: torch.Tensor, width: int) -> np.ndarray:
     """[A * n, ...] of [A, G * width, ...]: of the first level the second node alone, that of the pending token."""
-    return torch.cat([levels[:, 1:2], levels[:, width:]], dim=1).flatten(0, 1).cpu().numpy()
+    return torch.cat([levels[:, 1:2], levels[:, width:]], dim=1).flatten(0, 1).numpy()
 
 
 def _cut(laws: torch.Tensor, size: int, nothing: int) -> torch.Tensor:

@@ -12,10 +12,11 @@ from stand.drafters.blended import MOST_NODES, default_budget
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.drafters.eagle.attached import attached
 from stand.drafters.eagle.feature_head import FeatureHead
-from stand.drafters.eagle.followed_rows import FollowedRows
+from stand.drafters.eagle.followed_rows import FollowedRows, NodeLaws
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
 from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
+from stand.drafters.heads.packed_run import RunRecorder
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, TreeShape
 
@@ -77,7 +78,10 @@ class EagleDrafter(Drafter):
         self.head = attached(model, self.head)
         self.feature_layers = self.head.feature_layers
         self._default_budget = default_budget(model)
-        self._rows = FollowedRows(model, self.head)
+        self._rows = FollowedRows(model, self.head, temperature=self.temperature, count=self.law_size)
+
+    def record_runs(self, recorder: RunRecorder | None) -> None:
+        self._rows.record_runs(recorder)
 
     def typical_draft(self) -> DraftBatch:
         is_chain = self.shape is not None and not (self.shape.num_children > 1).any()
@@ -101,31 +105,25 @@ class EagleDrafter(Drafter):
         most = self.most_nodes(len(request.histories))
         growth: Growth = BestFirstGrowth(most) if self.shape is None else FixedGrowth(self.shape)
         drafts = planted(request, growth.num_nodes)
-        rows, estimates = self._rows.catch_up(request.histories)
+        rows, laws = self._rows.catch_up(request.histories)
         asked = [(row, ROOT) for row in rows.tolist()]
         written = [{ROOT: None} for _ in drafts]  # per row: its nodes that the head has seen, numbered as they came
         features: dict[Node, torch.Tensor] = {}  # of these nodes, as estimated
         for remaining in reversed(range(self.runs)):
             if asked:
-                self._open(drafts, asked, estimates)
-                features |= zip(asked, estimates, strict=True)
+                _open(drafts, asked, laws)
+                features |= zip(asked, laws.estimates, strict=True)
             asked = growth.grow(drafts, is_last=False) if remaining else []
             if not asked:
                 growth.grow(drafts, is_last=True)
                 break
-            estimates = self._extend(drafts, asked, written, features)
+            laws = self._extend(drafts, asked, written, features)
         return DraftBatch.concatenate([draft.tree() for draft in drafts])
-
-    def _open(self, drafts: list[GrowingDraft], nodes: list[Node], estimates: torch.Tensor) -> None:
-        """Give `nodes` their laws, by the target's LM head on estimates [n, D]."""
-        best, probs = self.head.best_tokens(estimates, temperature=self.temperature, count=self.law_size)
-        for (row, node), ids, law in zip(nodes, best.cpu().numpy(), probs.cpu().numpy(), strict=True):
-            drafts[row].open(node, ids, law)
 
     def _extend(
         self, drafts: list[GrowingDraft], nodes: list[Node], written: list[dict], features: dict[Node, torch.Tensor]
-    ) -> torch.Tensor:
-        """The head on drafted nodes: estimates [n, D]."""
+    ) -> NodeLaws:
+        """The head on drafted nodes."""
         above = [(row, drafts[row].parents[node]) for row, node in nodes]
         parents = [written[row][parent] for row, parent in above]
         for row, node in nodes:
@@ -134,5 +132,11 @@ class EagleDrafter(Drafter):
             [row for row, _ in nodes],
             [drafts[row].token_ids[node] for row, node in nodes],
             parents,
-            torch.stack([features[node] for node in above]),
+            [features[node] for node in above],
         )
+
+
+def _open(drafts: list[GrowingDraft], nodes: list[Node], laws: NodeLaws) -> None:
+    """Give `nodes` their laws."""
+    for (row, node), ids, law in zip(nodes, laws.ids, laws.probs, strict=True):
+        drafts[row].open(node, ids, law)

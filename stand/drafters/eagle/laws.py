@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from stand.drafters.drafter import DraftRequest
 from stand.drafters.eagle.attached import attached
 from stand.drafters.eagle.feature_head import FeatureHead
-from stand.drafters.eagle.followed_rows import FollowedRows
+from stand.drafters.eagle.followed_rows import FollowedRows, NodeLaws
 from stand.drafters.heads.followed_laws import FollowedLaws
 from stand.drafters.law_source import Planner
 from stand.drafters.law_trees import LawTrees, Place, roots
@@ -59,7 +59,7 @@ class EagleLaws(FollowedLaws):
     def attach(self, model: PreTrainedModel) -> None:
         self.head = attached(model, self.head)
         self.feature_layers = self.head.feature_layers
-        self._rows: FollowedRows = FollowedRows(model, self.head)
+        self._rows: FollowedRows = FollowedRows(model, self.head, temperature=self.temperature, count=self.law_size)
         if self.runs is None:
             self._paying = PayingRuns(self.head.share_of_step(), most=MOST_RUNS)
 
@@ -82,12 +82,8 @@ class EagleLaws(FollowedLaws):
 
     def _rooted(self, trees: LawTrees[torch.Tensor], request: DraftRequest) -> OutsideLaws | None:
         """Run the head at the pending tokens; None where no row has a feature."""
-        rows, estimates = self._rows.catch_up(request.histories)
-        places = roots(rows.tolist(), request.histories)
-        if not places:
-            return None
-        self._add(trees, places, estimates)
-        return trees.laws(self.source)
+        rows, laws = self._rows.catch_up(request.histories)
+        return None if laws is None else self._added(trees, roots(rows.tolist(), request.histories), laws)
 
     def _deepened(
         self, trees: LawTrees[torch.Tensor], request: DraftRequest, planned: DraftBatch
@@ -96,18 +92,15 @@ class EagleLaws(FollowedLaws):
         places = trees.frontier(planned, request.max_depths)
         if not places:
             return None
-        self._add(trees, places, self._extend(trees, places))
+        return self._added(trees, places, self._extend(trees, places))
+
+    def _added(self, trees: LawTrees[torch.Tensor], places: list[Place], laws: NodeLaws) -> OutsideLaws:
+        """All laws, with these."""
+        trees.add(places, laws.estimates, laws.ids, laws.probs)
         return trees.laws(self.source)
 
-    def _add(self, trees: LawTrees[torch.Tensor], places: list[Place], estimates: torch.Tensor) -> None:
-        """The laws that the target's LM head reads from estimates [n, D]."""
-        ids, probs = self.head.best_tokens(estimates, temperature=self.temperature, count=self.law_size)
-        trees.add(places, estimates, ids.cpu().numpy(), probs.cpu().numpy())
-
-    def _extend(self, trees: LawTrees[torch.Tensor], places: list[Place]) -> torch.Tensor:
-        """The head on planned nodes: estimates [n, D]."""
+    def _extend(self, trees: LawTrees[torch.Tensor], places: list[Place]) -> NodeLaws:
+        """The head on planned nodes."""
         parents = [None if parent == ROOT else parent - 1 for _, parent, _ in places]  # the root is none of them
         tokens = [token for _, _, token in places]
-        return self._rows.extend(
-            [row for row, _, _ in places], tokens, parents, torch.stack(trees.estimates_at(places))
-        )
+        return self._rows.extend([row for row, _, _ in places], tokens, parents, trees.estimates_at(places))

@@ -8,14 +8,18 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stand.drafters.drafter import Lesson
+from stand.drafters.heads.packed_run import Body, PackedRun, RunRecorder
+from stand.forward.attention_shape import AttentionShape
 from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import FeatureLayers, prefill_features
 from stand.forward.tree_attention import tree_attention
 from stand.fusion.fusion import Fusion
 
+RECORDED_ROOM = 1024  # slots beyond a row's text in a cache whose runs are recorded: longer rooms are recorded anew
 MOST_PROMPTS = 256  # whose features wait for their first draft; of a prompt beyond, the target computes them anew
 
 
@@ -31,6 +35,9 @@ class FollowingHead(Protocol):
     def fusion(self) -> Fusion | None:
         """What was proven for its layers on a CPU."""
 
+    def modules_of_a_run(self) -> Sequence[nn.Module]:
+        """All that a run goes through."""
+
 
 class FollowedFeatures(ABC):
     """The rows of the last request: place i of the cache serves row i.
@@ -45,11 +52,16 @@ class FollowedFeatures(ABC):
 
     def __init__(self, target: PreTrainedModel, head: FollowingHead) -> None:
         self._target, self._head = target, head
+        self._recorder: RunRecorder | None = None
         self._cache: TreeCache | None = None  # from the first rows on
         self._prompts: dict[bytes, torch.Tensor] = {}  # by the tokens that have features: these
         self._keys: list[bytes] = []  # per place: the tokens that have features
         self._fresh: list[torch.Tensor] = []  # per place: features whose keys are not in the cache yet
         self._lengths = np.array([], dtype=np.int64)  # per place: features whose keys are in the cache
+
+    def record_runs(self, recorder: RunRecorder | None) -> None:
+        """See `Drafter.record_runs`; no row is held then."""
+        self._recorder, self._cache, self._keys = recorder, None, []
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         """See `Drafter.follow_prompt`."""
@@ -97,7 +109,7 @@ class FollowedFeatures(ABC):
         if known:
             self._cache.fan_out([known[0] if source is None else source for source in sources])
         else:
-            self._cache = TreeCache(num_rows=len(keys), room=room, fusion=self._head.fusion())
+            self._cache = self._new_cache(len(keys), room)
         empty = torch.empty(0, self._head.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
         self._fresh = [empty if source is None else self._fresh[source] for source in sources]
         self._lengths = np.array([0 if source is None else self._lengths[source] for source in sources])
@@ -108,6 +120,41 @@ class FollowedFeatures(ABC):
         self._keys = keys
         for key in keys:
             self._prompts.pop(key, None)
+
+    def _new_cache(self, num_rows: int, room: int) -> TreeCache:
+        if self._recorder is None:
+            return TreeCache(num_rows=num_rows, room=room, fusion=self._head.fusion())
+        self._recorder.look_at(self._head.modules_of_a_run())
+        return self._recorder.rooms(num_rows, room + RECORDED_ROOM)
+
+    def _results(
+        self,
+        body: Body,
+        parts: Sequence[PackedRun],
+        features: Sequence[torch.Tensor],
+        *,
+        count: int,
+        ends: np.ndarray | None = None,
+        stays: Sequence[str] = (),
+    ) -> dict[str, torch.Tensor]:
+        """Of a body, as `RunRecorder.run` says, recorded or operation by operation."""
+        recorder = self._recorder
+        if recorder is not None:
+            found = recorder.run(body, parts, features, ends=ends, count=count, stays=stays)
+            if found is not None:
+                return found
+        plans = [part.plan(self._target.device) if part.num_tokens else None for part in parts]
+        shapes: list[AttentionShape] = []
+        if recorder is not None and not recorder.knows_shapes():
+            for plan in plans:
+                if plan is not None:
+                    plan.attentions = shapes
+        found = body(
+            plans, torch.cat(list(features)), None if ends is None else torch.from_numpy(ends).to(plans[-1].device)
+        )
+        if shapes:
+            recorder.note_shapes(shapes)
+        return {name: value if name in stays else value.cpu() for name, value in found.items()}
 
     def _begin(self, place: int, history: np.ndarray, first: int, features: torch.Tensor | None) -> None:
         """All pairs but the last one of a row that is not held; those of an equal row at `first` are copied.

@@ -7,6 +7,7 @@ import torch
 
 from stand.drafters.drafter import DraftRequest, Lesson
 from stand.drafters.heads.followed_features import FollowedFeatures
+from stand.drafters.heads.packed_run import RunRecorder
 from stand.drafters.law_source import LawSource
 from stand.drafters.paying_runs import PayingRuns
 
@@ -17,6 +18,9 @@ class FollowedLaws(LawSource):
     requires_features = True
     _rows: FollowedFeatures | None = None  # from `attach` on
     _paying: PayingRuns | None = None  # where the head runs only as often as it pays
+
+    def record_runs(self, recorder: RunRecorder | None) -> None:
+        self._rows.record_runs(recorder)
 
     def skip(self) -> None:
         """See `LawSource.skip`: prompts do not wait for a later draft, when their rows will have gone on."""

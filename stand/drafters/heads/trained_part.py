@@ -147,6 +147,10 @@ class TrainedPart(nn.Module):
         """The modules that a run reads."""
         return [self, *self.layers_of_a_run(), self._lm_head[0]]
 
+    def modules_of_a_run(self) -> Sequence[nn.Module]:
+        """All that a run goes through, the target's parts among it."""
+        return [self, self._model[0].get_input_embeddings(), self._lm_head[0]]
+
     def share_of_step(self) -> float:
         """What a run costs of a forward of the target: of the weights that it reads, or of the layers that it goes
         through, whichever is the larger share. Beside its layers a run has OTHER_WORK, the forward its LM head."""

@@ -1,0 +1,1 @@
+"""Runs of trained heads beside captured steps, recorded as these are."""

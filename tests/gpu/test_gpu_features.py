@@ -36,7 +36,7 @@ def plain_kernels(monkeypatch):
 
 def source_of(model, make):
     if make is random_dflash:
-        return stand.DFlashLaws(random_dflash(model, **CONVOLUTIONS, **SELECTOR), always=True)
+        return stand.DFlashLaws(random_dflash(model, head_size=16, **CONVOLUTIONS, **SELECTOR), always=True)
     return stand.EagleLaws(make(model, scale=1.5), runs=3)
 
 

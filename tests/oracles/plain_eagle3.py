@@ -36,12 +36,14 @@ def random_eagle3(
     vocabulary: list[int] | None = None,
     seed: int = 0,
     scale: float = 1.0,
+    head_size: int | None = None,
     **norms: bool,
 ) -> Eagle3Head:
     """An untrained head; size: other hidden states than the target's, and so embeddings of its own; scale: of torch's
     own initial matrices."""
+    layer = LAYER if head_size is None else LAYER | {"head_dim": head_size}
     width, count = target.config.hidden_size, target.config.vocab_size
-    config = CONFIGS[kind](vocab_size=count, hidden_size=size or width, num_hidden_layers=num_layers, **LAYER)
+    config = CONFIGS[kind](vocab_size=count, hidden_size=size or width, num_hidden_layers=num_layers, **layer)
     torch.manual_seed(seed)
     known = None if vocabulary is None else torch.tensor(vocabulary)
     head = Eagle3Head(target, Eagle3Settings(config, feature_layers, **norms), vocabulary=known)

@@ -54,6 +54,7 @@ class FollowedFeatures(ABC):
         self._target, self._head = target, head
         self._recorder: RunRecorder | None = None
         self._cache: TreeCache | None = None  # from the first rows on
+        self._is_cast = False  # whether the cache's keys were made inside torch.autocast
         self._prompts: dict[bytes, torch.Tensor] = {}  # by the tokens that have features: these
         self._keys: list[bytes] = []  # per place: the tokens that have features
         self._fresh: list[torch.Tensor] = []  # per place: features whose keys are not in the cache yet
@@ -91,6 +92,9 @@ class FollowedFeatures(ABC):
     def hold(self, histories: Sequence[np.ndarray]) -> None:
         """These are the rows from now on, whether the head runs for them or not."""
         keys = [history[:-1].tobytes() for history in histories]
+        is_cast = torch.is_autocast_enabled(self._target.device.type)
+        if is_cast != self._is_cast:  # keys of another type
+            self._is_cast, self._keys = is_cast, []
         if keys != self._keys:
             self._seat(histories, keys)
 
@@ -140,7 +144,7 @@ class FollowedFeatures(ABC):
         """Of a body, as `RunRecorder.run` says, recorded or operation by operation."""
         recorder = self._recorder
         if recorder is not None:
-            found = recorder.run(body, parts, features, ends=ends, count=count, stays=stays)
+            found = recorder.run(body, parts, features, cache=self._cache, ends=ends, count=count, stays=stays)
             if found is not None:
                 return found
         plans = [part.plan(self._target.device) if part.num_tokens else None for part in parts]

@@ -81,12 +81,13 @@ class RunRecorder(Protocol):
         parts: Sequence[PackedRun],
         features: Sequence[torch.Tensor],
         *,
+        cache: TreeCache,
         ends: np.ndarray | None,
         count: int,
         stays: Sequence[str] = (),
     ) -> dict[str, torch.Tensor] | None:
         """The results of `body`, the first `count` of each: on the CPU, but for those named in `stays`.
 
-        features: of the first part's tokens, to be packed one behind the other. ends [E] int64: packed tokens of the
-        last part. None where this run cannot be recorded.
+        cache: that the body writes to. features: of the first part's tokens, to be packed one behind the other. ends
+        [E] int64: packed tokens of the last part. None where this run cannot be recorded.
         """

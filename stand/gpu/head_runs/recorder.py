@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.heads.packed_run import Body, PackedRun
 from stand.forward.attention_shape import AttentionShape
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model_state import ModelState, foreign_hook
 from stand.gpu.attention_room import AttentionRoom
 from stand.gpu.head_runs.rooms import KernelRooms
@@ -41,7 +42,9 @@ class HeadRecorder:
         self._version = 0  # of the rooms that it was recorded with
         self._is_open = True  # until a run has failed
 
-    def rooms(self, num_rows: int, room: int) -> KernelRooms:
+    def rooms(self, num_rows: int, room: int) -> TreeCache:
+        if not self._is_open or self._is_autocast:  # where keys may have another type
+            return TreeCache(num_rows, room)
         if self._rooms is None or not self._rooms.holds(num_rows, room):
             self._forget()
             self._rooms = KernelRooms(num_rows, room)
@@ -68,11 +71,12 @@ class HeadRecorder:
         parts: Sequence[PackedRun],
         features: Sequence[torch.Tensor],
         *,
+        cache: TreeCache,
         ends: np.ndarray | None,
         count: int,
         stays: Sequence[str] = (),
     ) -> dict[str, torch.Tensor] | None:
-        if not self._can_record(parts):
+        if cache is not self._rooms or not self._can_record(parts):
             return None
         try:
             recorded = self._recorded_for(body, parts, ends, features[0], stays)
@@ -89,7 +93,11 @@ class HeadRecorder:
         is_grown = any(part.starts is not None and part.starts.any() for part in parts)
         if is_grown and any(shape.window for shape in self._shapes):  # windows count packed tokens
             return False
-        return not torch.is_autocast_enabled(self._device.type) and not any(map(foreign_hook, self._modules))
+        return not self._is_autocast and not any(map(foreign_hook, self._modules))
+
+    @property
+    def _is_autocast(self) -> bool:
+        return torch.is_autocast_enabled(self._device.type)
 
     def _recorded_for(
         self, body: Body, parts: Sequence[PackedRun], ends: np.ndarray | None, like: torch.Tensor, stays: Sequence[str]

@@ -22,10 +22,12 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
@@ -177,8 +179,6 @@ class Contact:
 
     def image(self) -> str:
         """Behind an image rotary positions are not places in the text: a first forward, then steps at the row's own."""
-        from unittest.mock import patch
-
         from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
         shown, height, width = self.sizes.vocabulary - 1, 4, 6
@@ -208,8 +208,6 @@ class Contact:
 
     def growth(self) -> str:
         """Rows outgrow the page table and the pool, and all graphs are made anew."""
-        from unittest.mock import patch
-
         from stand.gpu.device_cache import DeviceCache
         from stand.gpu.packets import page_table
 
@@ -232,15 +230,15 @@ class Contact:
 
     def head(self) -> str:
         """An untrained EAGLE-1 head drafts from the hidden states that captured steps deliver."""
-        return self._compared(self.model, temperature=0.6, source=self._random_head)
+        return self._headed(self._random_head)
 
     def eagle3(self) -> str:
         """An untrained EAGLE-3 head drafts from the inputs of several layers that captured steps deliver."""
-        return self._compared(self.model, temperature=0.6, source=self._random_eagle3)
+        return self._headed(self._random_eagle3)
 
     def blocks(self) -> str:
         """An untrained DFlash 2 head drafts in levels from the inputs of several layers."""
-        return self._compared(self.model, temperature=0.6, source=self._random_dflash)
+        return self._headed(self._random_dflash)
 
     def streams(self) -> str:
         """Untrained streams run behind the verdicts of captured steps."""
@@ -438,6 +436,36 @@ class Contact:
         if model.dtype == torch.float32 and same != total:
             raise AssertionError(f"all tokens must be those of eager steps, got {same} of {total}")
         return f"{same}/{total} tokens as eager{kept}; {chosen.reason}"
+
+    def _headed(self, source: Callable[[], LawSource]) -> str:
+        """The same with a head, whose runs are recorded in one engine and single operations in the other, each timed
+        until its laws have arrived. Raises AssertionError where none was recorded."""
+        from stand.drafters.heads.followed_features import FollowedFeatures
+        from stand.gpu.head_runs.recorder import RecordedRun
+
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        results, run = FollowedFeatures._results, RecordedRun.run
+
+        def timed(kind: bool, work: Callable) -> Callable:
+            def call(*given: object, **more: object) -> object:
+                begun = time.perf_counter()
+                found = work(*given, **more)
+                seconds[kind].append(time.perf_counter() - begun)
+                return found
+
+            return call
+
+        with (
+            patch.object(FollowedFeatures, "_results", timed(False, results)),
+            patch.object(RecordedRun, "run", timed(True, run)),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("error", message="a recorded run of the trained head")
+            compared = self._compared(self.model, temperature=0.6, source=source)
+        if not seconds[True]:
+            raise AssertionError("runs of the head must be recorded, got none; decode more tokens")
+        single, recorded = (1000 * float(np.median(seconds[kind][-20:])) for kind in (False, True))
+        return f"{compared}; a run of the head {recorded:.2f} ms, as single operations {single:.2f} ms"
 
     def _engine(
         self,

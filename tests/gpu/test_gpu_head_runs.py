@@ -13,13 +13,23 @@ pytest.importorskip("triton")
 
 from estimated_rows import EstimatedBlocks
 from failures import failing_after
+from fake_cuda import onto_fake_device
+from fake_device import fake_device
+from no_host_copy import HostCopyError
 from plain_eagle3 import deep_target, random_eagle3
 from plain_kernels import use_plain_kernels
 from plain_lessons import path_to, plain_lesson, texts
 from random_dflash import CONVOLUTIONS, MARKOV, SELECTOR, random_dflash
 from tiny_models import kernel_model
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import stand
+from stand.drafters.dflash.followed_blocks import FollowedBlocks
+from stand.drafters.dflash.head import DFlashHead
+from stand.drafters.eagle.eagle3_head import Eagle3Head
+from stand.drafters.eagle.followed_rows import FollowedRows
+from stand.drafters.heads.packed_run import PackedRun
+from stand.forward.attention_shape import AttentionShape, HeadSizes
 from stand.gpu.head_runs.recorder import HeadRecorder, RecordedRun
 from stand.gpu.head_runs.rooms import KernelRooms
 
@@ -172,6 +182,78 @@ def test_a_second_call_records_nothing_new(plain_kernels, drafter, run_counts):
     before = run_counts["recordings"]
     engine.generate(**CALL)
     assert run_counts["recordings"] == before > 0
+
+
+def fake_rooms(config, *, num_rows: int) -> KernelRooms:
+    rooms = KernelRooms(num_rows, 200)
+    shape = (rooms.num_rows, config.num_key_value_heads, rooms.room, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        rooms.layer_places[layer] = layer
+        for states in (rooms.keys, rooms.values):
+            states.append(torch.zeros(shape, device="cuda"))
+    return rooms
+
+
+def block_parts(rows, given) -> list[PackedRun]:
+    rows._fresh, rows._lengths = list(given.split([2, 1])), np.array([18, 30])
+    fresh = rows._fresh_run([np.zeros(21, np.int32), np.zeros(32, np.int32)])
+    rows._lengths = rows._lengths + [2, 1]
+    return [fresh, *rows._block_runs(np.array([3, 4], dtype=np.int32))]
+
+
+def tree_parts() -> list[PackedRun]:
+    """The first row has one token from an earlier run."""
+    tokens, seen = np.array([3, 4, 5], dtype=np.int32), np.tri(3, 4, k=1, dtype=bool)
+    return [PackedRun(tokens, np.array([0, 2, 3]), np.arange(3), seen, np.array([18, 30]), np.array([1, 0]))]
+
+
+BLOCKS, TREES = "blocks", "trees"
+
+
+def run_fake_body(kind: str) -> None:
+    """A whole recorded run of two rows on the fake device."""
+    target = copy.deepcopy(kernel_model("qwen2"))
+    if kind == BLOCKS:
+        settings = {**CONVOLUTIONS, **SELECTOR, "windows": (True, False), "is_causal": (True, False)}
+        head, asked = block_head(target, head_size=64, feature_layers=(1, 0, 1), **settings), {"width": 4}
+    else:
+        head, asked = random_eagle3(target, head_size=64, num_layers=2), {}
+    with fake_device(), torch.inference_mode():
+        fake = onto_fake_device(target)
+        for part in (head, head._lm_head[0], head._rotary[0]):
+            onto_fake_device(part)
+        made = FollowedBlocks if kind == BLOCKS else FollowedRows
+        rows, recorder = made(fake, head, temperature=1.0, count=4, **asked), HeadRecorder(fake)
+        recorder.look_at([head])
+        windows = (4, 0) if kind == BLOCKS else (0,)
+        recorder.note_shapes([AttentionShape(4, 2, HeadSizes.alike(64), window) for window in windows])
+        recorder._runner = SimpleNamespace(record_alone=lambda body: body, forget=lambda: None)
+        rows._cache = recorder._rooms = fake_rooms(head.config, num_rows=2)
+        given, ends = torch.empty(3, head.config.hidden_size, device="cuda"), np.array([1, 2])
+        parts = block_parts(rows, given) if kind == BLOCKS else tree_parts()
+        told = (None, given, ()) if kind == BLOCKS else (ends, given, ("estimates",))
+        recorder._recorded_for(rows._body, parts, *told)._program()
+
+
+@pytest.mark.parametrize("kind", [BLOCKS, TREES])
+def test_nothing_in_a_body_waits(kind):
+    run_fake_body(kind)
+
+
+@pytest.mark.parametrize("kind", [BLOCKS, TREES])
+@pytest.mark.parametrize(
+    ("read", "error"),
+    [
+        (lambda found: found + found.max().item(), DataDependentOutputException),
+        (lambda found: found.cpu(), HostCopyError),
+    ],
+)
+def test_a_wait_in_a_body_is_noticed(monkeypatch, kind, read, error):
+    for kept in (DFlashHead, Eagle3Head):
+        forward = kept.forward
+        monkeypatch.setattr(kept, "forward", lambda *given, own=forward, **more: read(own(*given, **more)))
+    with pytest.raises(error):
+        run_fake_body(kind)
 
 
 class Operations(TorchDispatchMode):

@@ -6,9 +6,8 @@ The packet goes up and the verdict comes down by copies that do not wait; everyt
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda, mirrored, onto_fake_device
+from fake_device import FakePacket, fake_device
 from grammar_cases import PROCESSORS, xgrammar_processor
 from longrope_models import FACTORS_OF_64, ONE_HEAD_OF_64, longrope_phi3
 from no_host_copy import HostCopyError, NoHostCopy, NoWaitingUpload, WaitingUploadError
@@ -47,7 +47,6 @@ from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.kernels import attention
-from stand.gpu.packets import step_packet
 from stand.gpu.packets.page_table import PageTable
 from stand.gpu.packets.step_packet import StepPacket
 from stand.gpu.packets.step_size import StepSize
@@ -69,40 +68,6 @@ LAWS = {
     "filtered": SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
     "greedy": SamplingParams(temperature=0.0),
 }
-
-
-class FakeDevice:
-    """What `torch.cuda.get_device_properties` says of an H100."""
-
-    multi_processor_count, shared_memory_per_block_optin = 132, 227 * 1024
-
-
-class FakePacket:
-    """The device half of a packet; its copies are those that `Packet` makes without waiting."""
-
-    def __init__(self, fields, device):
-        self.host = {name: np.zeros(shape, dtype=dtype) for name, (dtype, shape) in fields.items()}
-        names = {name: getattr(torch, np.dtype(dtype).name) for name, (dtype, _) in fields.items()}
-        self.device = {name: torch.empty(fields[name][1], dtype=names[name], device=device) for name in fields}
-
-    def upload(self):
-        pass
-
-    def download(self):
-        pass
-
-
-@contextmanager
-def fake_device():
-    """`fake_cuda`, without copies to the host other than the packets' own."""
-    with ExitStack() as stack:
-        for module in (step_body, step_packet):
-            stack.enter_context(patch.object(module, "Packet", FakePacket))
-        stack.enter_context(patch("torch.cuda.get_device_capability", lambda device: (9, 0)))
-        stack.enter_context(patch("torch.cuda.get_device_properties", lambda device: FakeDevice))
-        stack.enter_context(fake_cuda())
-        stack.enter_context(NoHostCopy())
-        yield
 
 
 def fake_table(

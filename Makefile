@@ -2,7 +2,8 @@
 # python3-dev and python3-venv too. Where python3 is older: PYTHON=python3.12 make ...
 #   make throughput      the main job on the bundled model: speed with and without drafts
 #   make throughput MODEL=smollm2      the same on a real small model, fetched on first use
-#   make test            the test suite; EVERY=3 takes a third of the cases of each test, another third after every commit
+#   make test            the test suite; EVERY=3 takes a third of the cases of each test, and of the files with long tests
+#                        a third, another one after every commit
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
 #   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80,
@@ -93,7 +94,7 @@ test-debug: .venv-debug/.ready away
 	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest $(SIDE_BY_SIDE) --every $(EVERY) $(CORE_TESTS)
 
 test-wheel: .venv-wheel/.ready away
-	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest $(SIDE_BY_SIDE) $(WHEEL_TESTS) $(NOT_OF_VERSIONS)
+	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest $(SIDE_BY_SIDE) --every $(EVERY) $(WHEEL_TESTS) $(NOT_OF_VERSIONS)
 	cd build/away && STAND_PTX=90 $(CURDIR)/.venv-wheel/bin/python -m pytest tests/gpu/test_gpu_ptx_models.py -k "fence or small"
 
 # The wheel holds the stable ABI of Python 3.11. Without torch: that is what serving engines install.

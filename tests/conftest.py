@@ -12,7 +12,7 @@ import os
 import sys
 
 import pytest
-from thinned import share, thinned
+from thinned import files_in_turn, share, thinned
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if "STAND_PTX" in os.environ else "1")
 os.environ["STAND_COSTS"] = "off"
@@ -45,6 +45,10 @@ def pytest_collection_modifyitems(config, items):
     every, turn = config.getoption("--every"), config.getoption("--turn")
     tests = [((item.path, item.cls, getattr(item, "originalname", item.name)), item.nodeid) for item in items]
     kept = thinned(tests, every=every, turn=turn)
+    if every > 1:
+        long = {item.nodeid: item.path.name for item in items if item.get_closest_marker("long")}
+        in_turn = files_in_turn(long.values(), turn=turn)
+        kept -= {name for name, file in long.items() if file not in in_turn}
     if left_out := [item for item in items if item.nodeid not in kept]:
         items[:] = [item for item in items if item.nodeid in kept]
         config.hook.pytest_deselected(items=left_out)

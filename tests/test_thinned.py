@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 from every_day import every_day
-from thinned import share, thinned
+from thinned import files_in_turn, share, thinned
 
 CASES = [(f"test_{test}", f"test_{test}[{case}]") for test, count in enumerate((1, 2, 7, 40)) for case in range(count)]
 
@@ -19,6 +19,14 @@ def test_every_case_has_its_turn():
     turns = [thinned(CASES, every=3, turn=turn) for turn in range(30)]
     assert set.union(*turns) == {name for _, name in CASES} and len(set(map(frozenset, turns))) == 30
     assert thinned(reversed(CASES), every=3, turn=7) == turns[7]
+
+
+def test_every_file_has_its_turn():
+    files = [f"test_{number}.py" for number in range(8)]
+    turns = [files_in_turn(files * 2, turn=turn) for turn in range(6)]
+    assert sorted(len(turn) for turn in turns[:3]) == [2, 3, 3] and set.union(*turns[:3]) == set(files)
+    assert turns[3:] == turns[:3] and files_in_turn(reversed(files), turn=1) == turns[1]
+    assert files_in_turn([], turn=0) == set()
 
 
 def test_less_than_all_cases_is_a_share():

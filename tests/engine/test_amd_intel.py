@@ -118,6 +118,7 @@ def test_kernels_are_refused_untried(monkeypatch, untried, place, family):
     )
 
 
+@pytest.mark.long
 def test_steps_are_timed_first_and_few_are_drafted_where_nothing_may_be_timed(kind, monkeypatch, tmp_path):
     """Costs of captured steps on NVIDIA's GPUs say nothing of these."""
     for costs, budget in (("off", 32), (str(tmp_path), None)):

@@ -97,6 +97,7 @@ def plain_rows(made: Combination, settings: dict) -> list[list[int]]:
     return stand.wrap(made.model, backend="sdpa").generate(made.prompts, **settings, draft=False).token_ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sampled_rows_are_those_of_plain_decoding(seed):
     """Under `match` a token follows from seed, prompt and row, whatever is drafted, learned, kept or waits."""

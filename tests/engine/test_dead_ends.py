@@ -80,6 +80,7 @@ def test_errors_are_those_without_drafts(asked_at, length, seed):
     assert outcome(**asked_at(length), seed=seed) == plain and plain.startswith("ValueError: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", BROKEN)
 def test_dead_ends_that_no_row_comes_to_change_nothing(value):
     """They are drafted: behind a token that is allowed, and not drawn this time."""

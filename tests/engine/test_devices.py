@@ -81,6 +81,7 @@ def sampled(engine: stand.Engine) -> list[list[int]]:
 FAMILIES = ["llama", "gemma2", "gemma3", "phi3", "qwen3_5", "bamba", "lfm2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_devices_write_what_one_writes(family):
     model = whole_model(family)
@@ -120,6 +121,7 @@ def test_a_plan_is_itself_where_it_lies():
         assert plan.on(torch.device(LAST)) is there
 
 
+@pytest.mark.long
 def test_sources_of_laws_and_a_draft_model_serve_two_devices():
     model = tiny_model("llama")
     expected = transformers_greedy(model)

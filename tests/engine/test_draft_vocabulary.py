@@ -137,6 +137,7 @@ def test_drafts_hold_frequent_tokens_and_greedy_stays(blended, make):
     assert_greedy_equals_transformers(engine, target, PROMPTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", MAKERS)
 def test_the_first_two_tokens_follow_the_target(make):
     """Chi-square against the exact law; the target itself says tokens that are never guessed."""

@@ -40,6 +40,7 @@ def exact_laws(reasoner, prompts):
     return [law_of(reasoner[0], prompt, WHOLE_LAW, tokens=TOKENS, rows=CONTINUATIONS) for prompt in prompts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("verifier", "kind", "lossless", "drafter"),
     [

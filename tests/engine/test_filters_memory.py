@@ -69,6 +69,7 @@ def filters(tmp_path_factory) -> Path:
     return built(ALL_SETTINGS, folder)
 
 
+@pytest.mark.long
 def test_nothing_beyond_an_array_is_touched(filters):
     done = subprocess.run([filters], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -24,6 +24,7 @@ def examples() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
+@pytest.mark.long
 def test_the_bundled_head_and_streams_are_tried_as_printed(monkeypatch, capsys):
     monkeypatch.chdir(PAGE.parents[1])
     exec(examples()[0], {})

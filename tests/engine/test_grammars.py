@@ -298,6 +298,7 @@ def test_libraries_are_known_by_the_names_of_their_classes():
         assert not matchers.has_matcher(Own(processor))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     """Its blocks one after the other, in a folder with the bundled model alone; fewer steps timed."""

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from printed_page import run_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
 
+@pytest.mark.long
 def test_the_guide_runs_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("STAND_COSTS", "off")
     namespace = run_page(

@@ -442,6 +442,7 @@ def shortened(code: str) -> str:
     return code.replace("300", "40").replace("num_rows=16", "num_rows=4")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     """Its blocks one after the other, in a folder with the bundled model alone; fewer tokens, and fewer steps timed."""

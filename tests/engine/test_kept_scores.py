@@ -92,6 +92,7 @@ def check_equal(plain, drafted, lengths: list[int], *, tolerance: float) -> None
         assert not any(values.any() for values in behind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [{}, {"repetition_penalty": 1.2}, {"min_new_tokens": 230, "no_repeat_ngram_size": 12}],

@@ -370,6 +370,7 @@ def test_a_stream_has_no_place_for_them():
         engine.stream([3, 4], max_new_tokens=2, logprobs=1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
 def test_the_page_runs_as_printed(tmp_path, monkeypatch):
     namespace = run_page(PAGE, tmp_path, monkeypatch)

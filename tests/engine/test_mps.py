@@ -46,6 +46,7 @@ def test_greedy_tokens_are_those_of_the_cpu(family):
     assert len(mode.operations) > 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_serves_there(name):
     """Whatever rounding does to a law, a seed draws the same tokens but in one of very many calls."""
@@ -60,6 +61,7 @@ def test_every_drafter_serves_there(name):
     assert drafted[0] == drafted[1]
 
 
+@pytest.mark.long
 def test_steps_are_timed_first_and_few_are_drafted_where_nothing_may_be_timed(monkeypatch, tmp_path):
     """By the time of day: this thread waits for the device."""
     for costs, budget in (("off", 32), (str(tmp_path), None)):

@@ -122,6 +122,7 @@ class Counted:
 START, TOKENS, SIZE, COUNT = [3, 1, 2], 3, 5, 3000
 
 
+@pytest.mark.long
 def test_rows_that_come_meanwhile_follow_the_exact_law(monkeypatch):
     """Drafts learn from all of them. Control: rows share the numbers of their tests, and the lookup learns from them
     meanwhile."""
@@ -424,6 +425,7 @@ def test_a_run_that_nobody_has_any_more_ends():
     assert not thread.is_alive()
 
 
+@pytest.mark.long
 def test_an_interpreter_may_end_amid_a_run():
     """Without an end of the run its thread would abort the process."""
     program = (

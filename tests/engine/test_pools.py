@@ -61,6 +61,7 @@ def test_threads_go_and_come_again():
     assert printed(RELEASED) == [2, 0, 2]
 
 
+@pytest.mark.long
 def test_an_open_run_that_waits_holds_no_threads_but_its_own():
     assert printed(OPEN) == [1, 0]
 

@@ -100,6 +100,7 @@ def test_calls_that_share_their_numbers_are_seen():
     assert p_of_second_calls(DRAFTERS["blended mixed"], "traversal", starts="alike") < 1e-6
 
 
+@pytest.mark.long
 def test_a_rule_that_never_looks_at_drafts_may_share_its_numbers():
     assert p_of_second_calls(DRAFTERS["blended mixed"], "match", starts="alike") > 1e-3
 
@@ -242,6 +243,7 @@ def test_a_prompt_gives_its_batch_mates_other_numbers(drafter, monkeypatch):
     assert len(set.union({7}, *seeds)) == (4 if drafter.rows_apart else 5)  # 7: without drafts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_control", [False, True])
 def test_a_row_keeps_its_law_beside_a_prompt_that_holds_what_its_seed_drew(is_control, monkeypatch):
     """Nothing is learned, and a node goes to the row or to its mate, by the mate's last token. With the numbers that

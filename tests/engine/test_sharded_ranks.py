@@ -28,6 +28,8 @@ from stand.forward import ranks as ranks_of_forwards
 from stand.forward.devices import is_sharded, off_one_device
 from stand.forward.ranks import synced
 
+pytestmark = pytest.mark.long
+
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
 

@@ -278,6 +278,7 @@ def test_a_fork_without_a_folder_goes_on(tmp_path, caplog):
     in_a_fork(goes_on)
 
 
+@pytest.mark.long
 def test_forks_wait_for_those_who_learn(tmp_path):
     """A thread receives, with its own lock and then the lookup's, while others fork: all locks in the same order."""
     first, second = joined(tmp_path)
@@ -614,10 +615,12 @@ def fixed_numbers(monkeypatch):
     monkeypatch.setattr(exchange_module.secrets, "randbits", lambda bits: int(random.integers(2**bits)))
 
 
+@pytest.mark.long
 def test_a_process_with_the_seed_of_another_follows_the_target(tmp_path, fixed_numbers):
     assert p_of_second_processes(tmp_path, "traversal") > 1e-3
 
 
+@pytest.mark.long
 def test_processes_that_share_their_numbers_are_seen(tmp_path, monkeypatch):
     """The negative control: calls that start from what the lookup says alone."""
     monkeypatch.setattr(Exchange, "start_call", lambda self, start, learns: start)

@@ -74,6 +74,7 @@ def counted(verifier: str, num_calls: int) -> tuple[dict[tuple[int, ...], int], 
     return counts, output.stats.mean_acceptance_length
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_calls", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_continuations_follow_the_exact_law_and_another_order_is_seen(num_calls):
     """Half of COUNT; all of it, which finds two percent too much in a cell, among the slow tests."""

@@ -220,6 +220,7 @@ class LyingDrafter(stand.StreamingDrafter):
         return DraftBatch(**{**columns, "law": law.astype(np.float32)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "is_honest"), [(stand.StreamingDrafter, True), (LyingDrafter, False)])
 def test_continuations_follow_the_exact_law(kind, is_honest):
     """2,000 of four tokens: drafts begin after the first one."""
@@ -240,6 +241,7 @@ def test_continuations_follow_the_exact_law(kind, is_honest):
 # The engine around it.
 
 
+@pytest.mark.long
 @needs_pages
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_pages_hold_the_streams_too(placement, monkeypatch):

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from stand.forward.ranks import ALONE
 
+pytestmark = pytest.mark.long
+
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
 

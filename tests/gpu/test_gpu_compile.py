@@ -44,6 +44,8 @@ import triton, triton.language as tl
 from specimens.modules import of_product
 from specimens.specimen import Specimen
 
+pytestmark = pytest.mark.long
+
 @triton.jit
 def plus(numbers, SIZE: tl.constexpr):
     places = tl.arange(0, SIZE)

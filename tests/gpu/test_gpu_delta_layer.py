@@ -86,6 +86,7 @@ def test_sixteen_bits_are_rounded_where_the_model_rounds(family, dtype):
     assert swap.is_kept and swap.max_error <= 2 * torch.finfo(dtype).eps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", PARTS)
 @torch.inference_mode()
 def test_steps_equal_those_of_the_models_own_layers(family):

@@ -258,6 +258,7 @@ def with_recurrent_layers(family: str, count: int):
 MOST_OF_A_LAYER = {"qwen3_5": 13, "qwen3_next": 24, "olmo_hybrid": 16, "bamba": 17, "nemotron_h": 12, "lfm2": 14}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [family for family in MOST_OF_A_LAYER if family in RECURRENT])
 def test_few_launches_per_recurrent_layer(monkeypatch, family):
     """Two products (OLMo Hybrid: five), the convolution, four kernels of the rule (Mamba-2: two), the gated norm; a

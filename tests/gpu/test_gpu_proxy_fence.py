@@ -57,6 +57,7 @@ def test_other_kernels_stay_as_they_are(product):
     assert add_fences(ptx) == ptx
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["7B small tiles", pytest.param("Gemma 2", marks=pytest.mark.slow)])
 def test_compiled_attention_has_its_fences(name, tmp_path):
     """By the Triton at hand, in the way that launches take."""

@@ -106,6 +106,7 @@ def test_blended_with_the_lookup_they_write_the_same(verifier):
     assert_same(*(decode(name, blended, verifier=verifier, learn=False) for name in ("sdpa", "triton")))
 
 
+@pytest.mark.long
 def test_fused_modules_change_nothing():
     few = {"num_return_sequences": 1, "max_new_tokens": 10}
     assert_same(decode("sdpa", alone, **few), decode("triton", alone, fuse=True, **few))
@@ -140,6 +141,7 @@ def test_tails_of_many_rows_run_in_parts(monkeypatch):
     assert max(sizes) == 2 and len(sizes) > 20
 
 
+@pytest.mark.long
 def test_tails_run_as_rows_grow_and_pages_run_out(monkeypatch):
     """Rows are put back where pages run out, and with `match` no token changes."""
     monkeypatch.setattr(within_pages, "GROWTH", 0)

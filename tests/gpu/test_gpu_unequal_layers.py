@@ -61,6 +61,7 @@ def test_rows_that_are_put_back_and_take_places_of_others(plain_kernels, family,
     assert captured.token_ids == eager.token_ids and captured.stats.num_put_back > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pools_that_grow_keep_their_keys(plain_kernels, family, monkeypatch):
     settings = {**PAIR.settings, "num_return_sequences": 1, "max_new_tokens": 150, "stop_token_ids": []}
@@ -81,6 +82,7 @@ def test_eager_steps_over_the_pool(plain_kernels, family, monkeypatch):
         assert PAIR.engine_of(family, verifier="match").generate(PROMPTS, **PAIR.settings).token_ids == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3", "gemma4_e2b"])
 def test_fused_modules(family):
     """Kernels are interpreted."""

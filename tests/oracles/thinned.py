@@ -1,9 +1,11 @@
-"""A share of the cases of every parametrised test, another one in every turn."""
+"""A share of the cases of every parametrised test, and of the files with long tests, another one in every turn."""
 
 from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
+
+LONG_EVERY = 3  # turns in which a file's long tests run once
 
 
 def thinned(cases: Iterable[tuple[Hashable, str]], *, every: int, turn: int) -> set[str]:
@@ -17,6 +19,12 @@ def thinned(cases: Iterable[tuple[Hashable, str]], *, every: int, turn: int) -> 
         of_test.sort(key=lambda name: blake2b(f"{turn} {name}".encode()).digest())
         kept.update(of_test[: -(-len(of_test) // every)])
     return kept
+
+
+def files_in_turn(files: Iterable[str], *, turn: int) -> set[str]:
+    """A third of the files, another one where the turn has another remainder."""
+    names = sorted(set(files), key=lambda name: blake2b(name.encode()).digest())
+    return set(names[turn % LONG_EVERY :: LONG_EVERY])
 
 
 def share(text: str) -> int:

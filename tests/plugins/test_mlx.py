@@ -120,6 +120,7 @@ def test_sampled_rows_are_those_without_drafts(architecture):
     assert len({tuple(row) for row in drafted.token_ids}) == 6
 
 
+@pytest.mark.long
 def test_the_bundled_model_gives_mlx_lms_texts():
     model, tokenizer = mlx_lm.load(REASONER)
     model.set_dtype(mx.float32)

@@ -68,6 +68,7 @@ def test_answers_end_where_they_are_told_to(letters, name):
     assert [choice.text for choice in texts] == [whole[: whole.find(stop)]] * 2
 
 
+@pytest.mark.long
 def test_without_a_limit_an_answer_may_fill_the_context(letters):
     answer = letters.text(["QRS"] * 8, temperature=0.9)
     runs = [letters.repeated("QRS", one, temperature=0.9) for one in answer.system_fingerprint.split("; ")]
@@ -196,6 +197,7 @@ def test_a_stream_that_is_refused_does_not_begin(letters):
         letters.text("ABC", stream=True, temperature=-1.0)
 
 
+@pytest.mark.long
 def test_requests_that_wait_for_a_run_hold_up_no_others(letters):
     """Four runs are in use, and more requests wait for runs of their own than an event loop has threads."""
     done, begun = [], threading.Semaphore(0)
@@ -663,6 +665,7 @@ def test_no_stop_string_is_shown(pieces, stops, shown):
     assert found[-1] is None and "".join(found[:-1]) == shown == before_stop("".join(pieces), stops)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_soon_and_saves(tmp_path, number):
     folder, lookup = tmp_path / "letters", tmp_path / "letters.lookup"

@@ -515,6 +515,8 @@ def test_parts_that_need_a_model_share_a_process_where_asked():
 
 QUICK_FILE = """
 import quick_interpreter, runpy, sys
+
+pytestmark = pytest.mark.long
 quick_interpreter.make_quick()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -172,6 +172,7 @@ def test_a_run_goes_on_with_more_trajectories(tmp_path, monkeypatch, capsys, uni
     assert "not for fewer, got 5 after 6; give 6 or more" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_trajectories_end_with_the_vote(tmp_path, monkeypatch, capsys):
     """Stopped and gone on with, too: the votes are those of all trajectories, and what was drawn is as it was."""
     path, limit = tmp_path / "run.jsonl", ("--max-new-tokens", "400")

@@ -171,6 +171,7 @@ def test_estimates_with_the_model_in_the_loop():
     assert table.count("0.50/0.25") == 10 and table.splitlines()[-1].split()[-11] == "0.50"
 
 
+@pytest.mark.long
 def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
     wanted = {"deterministic, 32 nodes, 4 rows", "tokens, 8 nodes, 1 rows", "laws, 10 a row, 8 nodes, 1 rows"}
     arms = [arm for arm in replay_tables.replay_arms() if arm.name in wanted]

@@ -238,6 +238,7 @@ judge_on_bench(target, listed, experience, say, is_over=lambda: False)
 """
 
 
+@pytest.mark.long
 @from_sources
 def test_judging_begins_with_the_test_that_caught_the_last_one(tmp_path):
     """In a process of its own, which has not imported what is mutated; 3 would fail in two tests. On the bench a change

@@ -53,6 +53,7 @@ def test_chat_template_writes_the_prompt(tokenizer):
     assert tokenizer.eos_token == END_TOKEN
 
 
+@pytest.mark.long
 def test_most_held_out_problems_are_solved(model, tokenizer):
     """At temperature 1, one sample each; the measured accuracy is far above the limit."""
     problems = held_out_problems(26, seed=7)

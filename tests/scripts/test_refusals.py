@@ -152,6 +152,7 @@ def refused_kernels() -> dict[str, tuple[int, str]]:
     return dict(zip(NO_KERNELS, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", NO_KERNELS)
 def test_kernels_that_are_none_are_refused(request, option):
     pytest.importorskip("triton")

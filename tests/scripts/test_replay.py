@@ -136,6 +136,7 @@ def test_shallow_shapes_hang_together():
     assert replay_drafters.shallow_first(TreeShape.paper(), 80) == TreeShape.paper()
 
 
+@pytest.mark.long
 def test_lookup_learns_from_sample_to_sample(files):
     done = run(
         "replay.py", files / "walks.jsonl.gz", "--tokenizer", files / "tokenizer.json", "--budget", "4", "16",

@@ -14,6 +14,7 @@ import server_rate
 SCRIPTS = Path(server_rate.__file__).parent
 
 
+@pytest.mark.long
 def test_arms_are_timed_and_told():
     options = ["--model", str(SCRIPTS / "reasoner"), "--problems", "1", "--samples", "3", "--clients", "2"]
     command = [sys.executable, str(SCRIPTS / "server_rate.py"), *options, "--max-new-tokens", "6", "--arms"]

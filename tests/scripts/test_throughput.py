@@ -48,6 +48,7 @@ def document(tmp_path_factory) -> dict:
     return json.loads(stdout.getvalue().splitlines()[-1])
 
 
+@pytest.mark.long
 def test_document_has_every_problem_and_arm(document):
     assert [(item["name"], item["trajectories"]) for item in document["problems"]] == [
         ("0 remainder", 1),
@@ -102,6 +103,7 @@ def test_drafts_are_accepted(document):
     assert document["totals"][-1]["arms"]["drafted"]["mean_acceptance_length"] > 1.2
 
 
+@pytest.mark.long
 def test_saved_lookup_helps_from_the_start(capsys, tmp_path):
     path = tmp_path / "lookup.msgpack"
     small = ("--budget", "32", "--num-problems", "1", "--max-new-tokens", "48", "--rows", "1")
@@ -243,6 +245,7 @@ def test_table_is_aligned():
     assert lines == ["name       x", "------  ----", "a       1.23", "longer     -"]
 
 
+@pytest.mark.long
 def test_runs_with_saved_costs_repeat(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(step_cost, "REPEATS", 1)
     options = ["--num-problems", "1", "--trajectories", "2", "--max-new-tokens", "24"]

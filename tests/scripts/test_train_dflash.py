@@ -150,6 +150,7 @@ def test_pairs_learn_the_targets_law_among_the_likeliest(kind):
     torch.testing.assert_close(found, -(wanted.gather(1, ids) * probs.log()).sum(dim=1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_learns_and_goes_on_from_its_state(kind, tmp_path):
     model = tiny_model("llama")
@@ -249,6 +250,7 @@ def test_convolutions_need_groups_that_channels_fall_into():
 SHORT = ["--tokens", "80", "--held-out-tokens", "40", "--max-new-tokens", "20", "--rows", "2", "--layers", "1"]
 
 
+@pytest.mark.long
 def test_the_command_trains_and_evaluates(tmp_path):
     """Its folder drafts by its path alone, and goes on with the same options only."""
     paths = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "head")]

@@ -115,6 +115,7 @@ def test_the_shipped_head_is_small_and_keeps_its_promise():
     assert facts["parameters"] == sum(parameter.numel() for parameter in drafter.head.parameters())
 
 
+@pytest.mark.long
 def test_the_command_trains_and_evaluates(tmp_path):
     options = ["--tokens", "80", "--held-out-tokens", "40", "--max-new-tokens", "20", "--steps", "2", "--rows", "2"]
     paths = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "head")]

@@ -58,6 +58,7 @@ def test_the_places_that_count_are_those_whose_laws_wrote_the_generation():
                 assert lm_head(last).argmax(dim=-1).tolist() == written
 
 
+@pytest.mark.long
 def test_a_head_learns_and_goes_on_from_its_state(tmp_path):
     model = tiny_model("llama")
     generations = greedy_generations(model, PROMPTS)
@@ -89,6 +90,7 @@ def test_the_version_is_chosen_before_the_options():
         read_arguments(["--version", "2"])
 
 
+@pytest.mark.long
 def test_the_command_trains_and_evaluates(tmp_path):
     """Its folder drafts by its path alone; it is replaced by a later training, another kind's is not."""
     options = ["--version", "3", "--tokens", "80", "--held-out-tokens", "40", "--max-new-tokens", "20", "--rows", "2"]

@@ -38,6 +38,7 @@ def test_trained_laws_are_those_of_decoding_and_aims_are_the_targets_later_ones(
     torch.testing.assert_close(some, states[:, ::2], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_streams_learn_and_go_on_from_their_state(tmp_path, capsys):
     model = tiny_model("llama")
     generations = greedy_generations(model, [[token, token + 1, 5] for token in range(3, 40, 3)], stop_token_ids=[])
@@ -71,6 +72,7 @@ def test_the_shipped_streams_are_small_and_keep_their_promise():
     assert facts["parameters"] == sum(parameter.numel() for parameter in drafter.rider.streams.parameters())
 
 
+@pytest.mark.long
 def test_the_command_trains_and_evaluates(tmp_path):
     options = ["--tokens", "80", "--held-out-tokens", "40", "--max-new-tokens", "20", "--steps", "2", "--rows", "2"]
     paths = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "streams"), "--streams", "2"]

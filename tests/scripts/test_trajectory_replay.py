@@ -67,6 +67,7 @@ def engine_of(bench: BenchModel, *, budget: int = 12) -> ReplayEngine:
     return engine
 
 
+@pytest.mark.long
 def test_rows_continue_as_recorded_and_drafts_save_steps(bench):
     engine, rows = engine_of(bench), recordings()
     expected = [[*recording.tokens.tolist(), END] for recording in rows]

@@ -23,6 +23,7 @@ def on_one_line(page):
     return " ".join(page.split())
 
 
+@pytest.mark.long
 def test_classes_are_served_refused_or_not_tried(capsys, tmp_path):
     page = tmp_path / "page.md"
     status, found = run(capsys, "--only", "llama,deepseek_v3,bloom,mamba,musicgen", "--page", str(page))
@@ -52,6 +53,7 @@ def test_a_page_of_all_classes_says_so():
     assert "every" not in script.page_of(every[1:])
 
 
+@pytest.mark.long
 def test_models_of_images_and_sound_are_served_as_the_text_model_inside(capsys):
     """Their parts are made small as well, also one whose library is not installed (Gemma 3n's timm)."""
     kinds = ["gemma3", "gemma3n", "gemma4_unified", "mllama", "qwen3_5"]

@@ -118,6 +118,7 @@ def other_law(seed):
     return batch
 
 
+@pytest.mark.long
 def test_broken_promises_are_seen():
     joint = joint_drafts(shared_noise, most_seeds=600)
     assert abs(sum(each.probability for each in joint) - 1.0) > 0.01

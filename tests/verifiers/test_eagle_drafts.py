@@ -114,6 +114,7 @@ def test_growth_is_adapted(name):
     assert_adapted(joint, worlds, RULES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHAPED)
 def test_shapes_are_adapted(name):
     shape, depth = SHAPED[name]
@@ -123,6 +124,7 @@ def test_shapes_are_adapted(name):
         get_verifier(rule).check_draft(DraftBatch.concatenate(each.drafts))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "depth", "rules"),
     [
@@ -151,6 +153,7 @@ def test_rules_over_sets_refuse_grown_drafts(rule):
     assert_refused_where_widths_are_not_settled(joint, worlds, rule)
 
 
+@pytest.mark.long
 def test_drafts_come_as_often_as_their_laws_say():
     draft_with = partial(draft, TableEagle(budget=3))
     statistic, degrees = chi_square(draft_with, joint_growth("budget 3"), num_seeds=1500)

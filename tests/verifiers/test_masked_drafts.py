@@ -112,6 +112,7 @@ def test_masks_that_follow_from_the_draw_are_seen(lookups):
     assert distance_from_target(joint, worlds(size), get_verifier("traversal")) > 0.005
 
 
+@pytest.mark.long
 def test_forbidden_tokens_that_are_taken_out_of_a_drawn_draft_are_seen(lookups):
     """Their laws still give them mass."""
 

@@ -38,8 +38,8 @@ class CheckedLaws(stand.EagleLaws):
         self._histories, self._paths = request.histories, {}
         return super().laws(request, plan)
 
-    def _add(self, trees, places, estimates):
-        logits, known, plain = self.head.logits(estimates).numpy(), self.head.vocabulary, plain_logits
+    def _added(self, trees, places, laws):
+        logits, known, plain = self.head.logits(laws.estimates).numpy(), self.head.vocabulary, plain_logits
         if isinstance(self.head, Eagle3Head):
             plain = plain_logits3
         for (row, parent, token), found in zip(places, logits, strict=True):
@@ -49,7 +49,7 @@ class CheckedLaws(stand.EagleLaws):
             np.testing.assert_allclose(found, expected if known is None else expected[known], atol=2e-3)
             self.num_checked += 1
             self.deepest = max(self.deepest, len(path))
-        super()._add(trees, places, estimates)
+        return super()._added(trees, places, laws)
 
 
 def blended(target, *, make=random_head, budget=14, laws=stand.EagleLaws, runs=3, **settings) -> stand.BlendedDrafter:

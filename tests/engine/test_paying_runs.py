@@ -116,9 +116,9 @@ class Counting(stand.EagleLaws):
         self.num_steps += 1
         return super().laws(request, plan)
 
-    def _add(self, trees, places, estimates):
+    def _added(self, trees, places, laws):
         self.num_runs += 1
-        super()._add(trees, places, estimates)
+        return super()._added(trees, places, laws)
 
 
 def test_an_untrained_head_is_seldom_run():

@@ -34,6 +34,8 @@ from stand.gpu.tuning.attention_tiles import (
 )
 from stand.gpu.tuning.product_tiles import TILES
 
+pytestmark = pytest.mark.long
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 OTHERS = [module for module in SPECIMENS if module != "attention"]
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
@@ -43,8 +45,6 @@ from compile_kernels import compile_specimen, describe
 import triton, triton.language as tl
 from specimens.modules import of_product
 from specimens.specimen import Specimen
-
-pytestmark = pytest.mark.long
 
 @triton.jit
 def plus(numbers, SIZE: tl.constexpr):

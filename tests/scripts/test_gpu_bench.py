@@ -36,6 +36,8 @@ from gpu_parts.plain_float32 import use_plain_float32  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from workloads.model_shapes import MIXTURES, SHAPES, SMOKE_SHAPE  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 from stand.drafters.costs import step_cost  # noqa: E402
 from stand.drafters.costs.step_cost import CostTable, StepCost, table_path  # noqa: E402
 from stand.forward.model import size_name  # noqa: E402
@@ -515,8 +517,6 @@ def test_parts_that_need_a_model_share_a_process_where_asked():
 
 QUICK_FILE = """
 import quick_interpreter, runpy, sys
-
-pytestmark = pytest.mark.long
 quick_interpreter.make_quick()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

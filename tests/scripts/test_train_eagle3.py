@@ -39,7 +39,8 @@ def test_estimates_in_a_row_are_those_of_drafts(target):
     assert [len(estimates) for estimates in trained] == [len(tokens) - 1 - depth for depth in range(1, DEPTH + 1)]
     for column in range(1, len(tokens) - 1 - DEPTH):
         rows = EstimatedRows(model, head)
-        _, estimate = rows.catch_up([np.array(tokens[: column + 2], dtype=np.int32)])
+        with torch.inference_mode():
+            _, estimate = rows.catch_up([np.array(tokens[: column + 2], dtype=np.int32)])
         for depth in range(DEPTH):
             torch.testing.assert_close(estimate[0], trained[depth][column], atol=1e-5, rtol=1e-4)
             above = None if depth == 0 else depth - 1

@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 from stand.drafters.eagle.feature_head import FeatureHead
 from stand.drafters.heads.trained_part import WEIGHT_FILE, named, reason_of
 from stand.forward.cache.cache_argument import cache_argument
-from stand.forward.model import text_config
+from stand.forward.model import is_mixture, text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -131,6 +131,11 @@ class MtpHead(FeatureHead):
             embedded, features, position_embeddings=angles, position_ids=position_ids, **kwargs
         )  # fmt: skip
         return self.norm(hidden)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Layers with experts ask the device which ones are wanted."""
+        return not is_mixture(self._model[0])
 
     def layers_of_a_run(self) -> Sequence[nn.Module]:
         return [self.layer]

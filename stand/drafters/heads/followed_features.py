@@ -35,6 +35,10 @@ class FollowingHead(Protocol):
     def fusion(self) -> Fusion | None:
         """What was proven for its layers on a CPU."""
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a run never waits for the device."""
+
     def modules_of_a_run(self) -> Sequence[nn.Module]:
         """All that a run goes through."""
 
@@ -62,7 +66,8 @@ class FollowedFeatures(ABC):
 
     def record_runs(self, recorder: RunRecorder | None) -> None:
         """See `Drafter.record_runs`; no row is held then."""
-        self._recorder, self._cache, self._keys = recorder, None, []
+        self._recorder = recorder if self._head.is_recordable else None
+        self._cache, self._keys = None, []
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         """See `Drafter.follow_prompt`."""

@@ -147,6 +147,11 @@ class TrainedPart(nn.Module):
         """The modules that a run reads."""
         return [self, *self.layers_of_a_run(), self._lm_head[0]]
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a run never waits for the device."""
+        return True
+
     def modules_of_a_run(self) -> Sequence[nn.Module]:
         """All that a run goes through, the target's parts among it."""
         return [self, self._model[0].get_input_embeddings(), self._lm_head[0]]

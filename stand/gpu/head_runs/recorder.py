@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from stand.drafters.heads.packed_run import Body, PackedRun
 from stand.forward.attention_shape import AttentionShape
 from stand.forward.cache.tree_cache import TreeCache
-from stand.forward.model_state import ModelState, foreign_hook
 from stand.gpu.attention_room import AttentionRoom
 from stand.gpu.head_runs.rooms import KernelRooms
 from stand.gpu.head_runs.run_packet import RunPacket, RunSize
 from stand.gpu.head_runs.swapped_heads import kernel_attention
+from stand.gpu.head_runs.watched_modules import WatchedModules
 from stand.gpu.packets.packet import Packet
 from stand.gpu.packets.step_size import StepLimitError
 from stand.gpu.runner import Runner, runner_for
@@ -34,8 +34,7 @@ class HeadRecorder:
         self._device, self._dtype = model.device, model.dtype
         self._runner: Runner | None = None  # from the first recording on
         self._rooms: KernelRooms | None = None
-        self._modules: Sequence[nn.Module] = ()
-        self._states: list[ModelState] = []
+        self._watched = WatchedModules(())
         self._shapes: tuple[AttentionShape, ...] | None = None
         self._attention: dict[int, AttentionRoom] = {}  # by rows
         self._recorded: dict[RunSize, RecordedRun] = {}
@@ -51,13 +50,10 @@ class HeadRecorder:
         return self._rooms
 
     def look_at(self, modules: Sequence[nn.Module]) -> None:
-        states = [ModelState(module) for module in modules]
-        is_same = len(states) == len(self._states) and not any(
-            now.change_since(before) for now, before in zip(states, self._states, strict=True)
-        )
-        if not is_same:
+        watched = WatchedModules(modules)
+        if not watched.is_as(self._watched):
             self._forget()
-        self._modules, self._states = modules, states
+        self._watched = watched
 
     def knows_shapes(self) -> bool:
         return self._shapes is not None
@@ -93,7 +89,7 @@ class HeadRecorder:
         is_grown = any(part.starts is not None and part.starts.any() for part in parts)
         if is_grown and any(shape.window for shape in self._shapes):  # windows count packed tokens
             return False
-        return not self._is_autocast and not any(map(foreign_hook, self._modules))
+        return not self._is_autocast and not self._watched.have_hooks()
 
     @property
     def _is_autocast(self) -> bool:
@@ -104,10 +100,9 @@ class HeadRecorder:
     ) -> RecordedRun:
         self._rooms.reserve(max(int(part.ends.max()) for part in parts))
         is_moved = self._version != self._rooms.version
-        if is_moved or not all(state.holds_weights() for state in self._states):
+        if is_moved or not self._watched.hold_weights():
             self._forget()
-            self._states = [ModelState(module) for module in self._modules]
-            self._version = self._rooms.version
+            self._watched, self._version = WatchedModules(self._watched.modules), self._rooms.version
         num_rows = 1 << (max(part.num_rows for part in parts) - 1).bit_length()
         attention = self._attention_of(num_rows)
         size = RunSize.covering(parts, ends, attention, num_rows)
@@ -115,7 +110,7 @@ class HeadRecorder:
             packet = RunPacket(size, self._rooms, attention)
             recorded = RecordedRun(packet, like.new_zeros(size.parts[0].num_tokens, like.shape[1]), stays)
             self._runner = self._runner or runner_for(self._device)
-            recorded.record(self._runner, body, self._modules)
+            recorded.record(self._runner, body, self._watched.modules)
             self._recorded[size] = recorded
         return self._recorded[size]
 
